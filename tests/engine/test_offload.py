@@ -410,7 +410,6 @@ def test_two_engines_on_one_small_directory_agree_with_the_model(tmp_path: Path)
     ("family", "options", "reason"),
     [
         ("llama", {"enable_prefix_caching": False}, "without the prefix cache"),
-        ("llama", {"tensor_parallel_size": 2}, "each of several ranks"),
         ("llama", {"kv_offload": "host:900TiB"}, "are not there"),
     ],
 )

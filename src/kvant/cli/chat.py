@@ -128,7 +128,8 @@ class KeptConversation:
             )
         windows = llm.engine.scheduler.allocator.every_window
         self._llm, self._id = llm, id
-        self._sessions = SessionFiles(tiers.files.store, windows, llm.engine.limits.page_size)
+        size, files = llm.engine.limits.page_size, tiers.files
+        self._sessions = SessionFiles(files.store, windows, size, files.others)
         self.messages: list[Message] = []
         try:
             self.messages = self._sessions.read(id, "").messages

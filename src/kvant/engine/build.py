@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvant.engine.offload import check_host_memory, make_tiers
+from kvant.engine.offload import check_tiers, make_tiers
 from kvant.engine.process import wait_without_spinning
 from kvant.engine.text import Tokenizing, open_tokenizer
 from kvant.errors import DoesNotFit, NotServable, WayOut
@@ -18,7 +18,7 @@ from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
 from kvant.models.pooling import Pooling, choose_pooling
-from kvant.plan.config import EngineConfig
+from kvant.plan.config import EngineConfig, EngineOptions
 from kvant.plan.device import torch_device
 from kvant.plan.plan import Plan
 from kvant.plan.planning import make_plan
@@ -72,7 +72,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     if pooling is not None:
         _refuse_to_embed(planned)
     if planned.request.offload is not None:
-        check_host_memory(planned, planned.request.offload)
+        launcher = config.settings.build(EngineOptions).rank_launcher
+        check_tiers(planned, planned.request.offload, is_launched=launcher == "torchrun")
     begin("importing torch and transformers")
     # Refusals above answer without torch and transformers, which are imported only now.
     wait_without_spinning()

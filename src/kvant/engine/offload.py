@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvant.errors import DoesNotFit, WayOut
-from kvant.kv.groups import ArenaLayout
+from kvant.errors import DoesNotFit, NotServable, WayOut
 from kvant.kv.identity import PageIdentity, digest_of
 from kvant.kv.memory import format_size
 from kvant.kv.offload.config import OffloadConfig
@@ -28,8 +26,19 @@ _ROTARY = (
 )
 
 
-def check_host_memory(planned: Plan, config: OffloadConfig) -> None:
-    """Raises DoesNotFit if the host tier is larger than the free host memory."""
+def check_tiers(planned: Plan, config: OffloadConfig, *, is_launched: bool) -> None:
+    """Raises DoesNotFit if the host tier is larger than the free host memory.
+
+    is_launched: whether torchrun started the ranks. Raises NotServable if they would keep files.
+    """
+    if is_launched and config.disk is not None:
+        raise NotServable(
+            "--kv-offload disk:.. is not offered with --rank-launcher torchrun",
+            why="ranks may be on other machines, whose files nothing counts or removes together",
+            ways_out=(
+                WayOut("keep pages in memory alone", ("--kv-offload", f"host:{config.host_bytes}")),
+            ),
+        )
     free = free_host_bytes()
     if planned.request.on_cpu:
         free -= (planned.weights_bytes or 0) + (planned.memory.kv_bytes or 0)
@@ -52,7 +61,7 @@ def make_tiers(
     config = planned.request.offload
     if config is None:
         return None, None
-    from kvant.kv.offload.build import build_tiers
+    from kvant.kv.offload.build import Spread, build_tiers
     from kvant.kv.offload.mover import pieces_of
     from kvant.kv.offload.page_files import PageFiles
     from kvant.kv.offload.sessions import pinned_names
@@ -71,9 +80,24 @@ def make_tiers(
             require_nixl()
             peers, give = exchange(transfer, found, runner.pools, planned.target.kv.page_size)
     pieces = pieces_of(runner.pools)
+    spread: Spread | None = None
+    if planned.num_ranks > 1:
+        from kvant.parallel.offload import spread_pages
+        from kvant.parallel.runner import RankedRunner
+
+        assert isinstance(runner, RankedRunner)
+        spread = spread_pages(runner.ranks, files)
 
     def tiers(shared: SharedPages) -> Tiers:
-        return build_tiers(shared, pieces, config.host_bytes, files=files, peers=peers, give=give)
+        return build_tiers(
+            shared,
+            pieces,
+            config.host_bytes // planned.num_ranks,
+            files=files,
+            peers=peers,
+            give=give,
+            spread=spread,
+        )
 
     return tiers, identity
 
@@ -81,16 +105,17 @@ def make_tiers(
 def page_identity(
     planned: Plan, runner: ModelRunner, *, dummy_weights: bool = False
 ) -> PageIdentity:
-    """Returns the identity of an engine's pages outside of its process. Reads the model's files."""
+    """Returns the identity of rank 0's pages outside of its process. Reads the model's files."""
+    from kvant.kv.offload.pool_identity import layout_of_pages, scales_beside_pages
+
     target, draft, request = planned.target, planned.draft, planned.request
-    layout = [target.kv.page_size, *(_layout(pool.arena.layout) for pool in runner.pools)]
     return PageIdentity(
         weights=_weights(target, dummy_weights),
         weight_format=_weight_format(request),
         formats=f"{target.kv.compute_dtype.value} {target.kv.fingerprint}",
-        scales=_scales(runner),
+        scales=scales_beside_pages(runner.pools),
         rotary=_rotary(planned),
-        layout=digest_of(layout),
+        layout=layout_of_pages(runner.pools, target.kv.page_size, 0, planned.num_ranks),
         draft="none"
         if draft is None
         else f"{draft.kv.fingerprint} {_weights(draft, dummy_weights)}",
@@ -117,36 +142,10 @@ def _weights(model: PlannedModel, dummy_weights: bool) -> str:
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures")
 
 
-def _layout(layout: ArenaLayout) -> list[object]:
-    """Returns the place of each layer within a page, for each group, as JSON values."""
-    return [
-        [
-            group.window,
-            group.page_bytes,
-            group.sink,
-            sorted((o.role.value, o.layer, o.is_wide, *at) for o, at in group.offsets.items()),
-        ]
-        for group in layout.groups
-    ]
-
-
 def _rotary(planned: Plan) -> str:
     text = planned.target.config.get("text_config", planned.target.config)
     length = "" if planned.rotary_length is None else f" at {planned.rotary_length}"
     return digest_of([text.get(name) for name in _ROTARY]) + length
-
-
-def _scales(runner: ModelRunner) -> str:
-    """Returns a digest of the scales and rounding matrices that are stored outside the pages."""
-    found = hashlib.sha256()
-    for pool in runner.pools:
-        for spec in pool.plan.layers:
-            if spec.k is None:
-                continue
-            cache = pool[spec.geometry.index]
-            for value in (cache.k_scale, cache.v_scale, cache.k_rounding):
-                found.update(b"-" if value is None else value.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()[:32]
 
 
 def _arithmetic(planned: Plan, runner: ModelRunner) -> str:

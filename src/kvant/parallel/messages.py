@@ -68,7 +68,54 @@ class Propose(msgspec.Struct, frozen=True, tag="propose", array_like=True):
     asks: Sequence[SentAsk]
 
 
-ToRank = Connect | Capture | CountSaturated | Table | Propose
+class KeepPages(msgspec.Struct, frozen=True, tag="keep", array_like=True):
+    """Make the tiers of the plan; answer with `KeepsPages`. identity: of rank 0's files, None without any."""
+
+    identity: dict[str, str] | None
+
+
+class StorePages(msgspec.Struct, frozen=True, tag="store", array_like=True):
+    """`Mover.store`. moves: (group, device page, host page)."""
+
+    job: int
+    moves: Sequence[tuple[int, int, int]]
+
+
+class LoadPages(msgspec.Struct, frozen=True, tag="load", array_like=True):
+    """`Mover.load`. moves: (group, device page, host page, checksums of all ranks' parts)."""
+
+    job: int
+    moves: Sequence[tuple[int, int, int, bytes]]
+
+
+class ReadFiles(msgspec.Struct, frozen=True, tag="read", array_like=True):
+    """`Files.read`. reads: (group, hash, host page)."""
+
+    reads: Sequence[tuple[int, bytes, int]]
+
+
+class WriteFiles(msgspec.Struct, frozen=True, tag="write", array_like=True):
+    """`Files.write`. writes: (group, hash, host page, checksums of all ranks' parts)."""
+
+    writes: Sequence[tuple[int, bytes, int, bytes]]
+
+
+class TouchFiles(msgspec.Struct, frozen=True, tag="touch", array_like=True):
+    """`Files.touch`. keys: (group, hash)."""
+
+    keys: Sequence[tuple[int, bytes]]
+
+
+class ForgetFiles(msgspec.Struct, frozen=True, tag="forget", array_like=True):
+    """`Files.forget` for each of these, or `Files.forget_own` without any. keys: (group, hash)."""
+
+    keys: Sequence[tuple[int, bytes]]
+
+
+ToRank = (
+    Connect | Capture | CountSaturated | Table | Propose | KeepPages | StorePages | LoadPages
+    | ReadFiles | WriteFiles | TouchFiles | ForgetFiles
+)  # fmt: skip
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -81,13 +128,48 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
     saturated: tuple[tuple[int, int, int], ...]
 
 
+class KeepsPages(msgspec.Struct, frozen=True, tag="keeps"):
+    """The rank's tiers are made. identity: of its files, None without any."""
+
+    identity: dict[str, str] | None
+
+
+class PagesMoved(msgspec.Struct, frozen=True, tag="moved"):
+    """`Moved` of the rank's part of each page."""
+
+    job: int
+    checksums: tuple[bytes | None, ...]
+    num_bytes: int
+    seconds: float
+
+
+class FilesDone(msgspec.Struct, frozen=True, tag="files"):
+    """What became of parts of pages. reads: (group, hash, checksum or None, seconds). writes: (group, hash,
+    whether it was written). num_bad: parts so far that were not what they should be.
+    """
+
+    reads: tuple[tuple[int, bytes, bytes | None, float], ...]
+    writes: tuple[tuple[int, bytes, bool], ...]
+    num_bad: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The rank ends. text: why."""
 
     text: str
 
 
-FromRank = Loaded | Counted | Failed
+Answer = Loaded | Counted | KeepsPages
+FromRank = Answer | PagesMoved | FilesDone | Failed
+
+
+SUM_BYTES = 16
+"""Size of the checksum of a rank's part of a page, see `kvant.kv.offload.page_files`."""
+
+
+def part_of(checksums: bytes, rank: int) -> bytes:
+    """Returns the checksum of a rank's part. checksums: of all ranks, one behind the other."""
+    return checksums[SUM_BYTES * rank : SUM_BYTES * (rank + 1)]
 
 
 def encode(message: Start | Hello | FromRank) -> bytes:

@@ -14,6 +14,7 @@ import select
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -28,18 +29,28 @@ from kvant.parallel.messages import (
     Counted,
     CountSaturated,
     Failed,
+    ForgetFiles,
+    FromRank,
+    KeepPages,
     Loaded,
+    LoadPages,
     Propose,
+    ReadFiles,
+    StorePages,
+    TouchFiles,
+    WriteFiles,
     encode,
     read_start,
     read_to_rank,
 )
-from kvant.parallel.mirror import ZERO, Receiver, Table, asked, read_zero
+from kvant.parallel.mirror import ZERO, Receiver, Table, read_zero
+from kvant.parallel.mirror import asked as ask_of
 from kvant.parallel.ring import LinkReader, RingReader
 from kvant.plan.config import engine_config
 
 if TYPE_CHECKING:
     from kvant.execution.runner import ModelRunner
+    from kvant.parallel.rank_offload import PageParts
     from kvant.speculative.base import Proposer
 
 PULSE_SECONDS = 1.0
@@ -49,24 +60,43 @@ SPIN_SECONDS = 100e-6
 _log = logging.getLogger(__name__)
 
 
+class _Voice:
+    """What this rank says to rank 0, from any thread."""
+
+    def __init__(self, link: Connection[bytes, bytes]) -> None:
+        self._link, self._lock = link, threading.Lock()
+
+    def say(self, message: FromRank) -> None:
+        """Raises OSError if rank 0 is gone."""
+        with self._lock:
+            self._link.send_bytes(encode(message))
+
+    def say_last(self, message: Failed) -> None:
+        try:
+            self.say(message)
+        except OSError:
+            _log.exception("rank 0 is gone")
+
+
 def serve_rank(link: Connection[bytes, bytes], place: int | None = None) -> None:
     """Be one rank until the link ends. Everything that goes wrong is sent as `Failed`, then raised.
 
     place: on this machine, of a rank of torchrun.
     """
+    voice = _Voice(link)
     try:
-        _serve(link, place)
+        _serve(link, voice, place)
     except EOFError:
         return
     except KvantError as fault:
-        _send_last(link, Failed(str(fault)))
+        voice.say_last(Failed(str(fault)))
         raise
     except Exception as fault:
-        _send_last(link, Failed(repr(fault)))
+        voice.say_last(Failed(repr(fault)))
         raise
 
 
-def _serve(link: Connection[bytes, bytes], place: int | None) -> None:
+def _serve(link: Connection[bytes, bytes], voice: _Voice, place: int | None) -> None:
     memory = None if place is not None else reduction.recv_handle(link)
     start = read_start(link.recv_bytes())
     config = engine_config(start.settings)
@@ -99,7 +129,7 @@ def _serve(link: Connection[bytes, bytes], place: int | None) -> None:
         dummy_weights=config.dummy_weights,
         group=group,
     )
-    link.send_bytes(encode(Loaded()))
+    voice.say(Loaded())
     ring: RingReader | LinkReader = LinkReader(link)
     if memory is not None:
         spin = 0.0 if start.gpu is None else SPIN_SECONDS
@@ -114,18 +144,26 @@ def _serve(link: Connection[bytes, bytes], place: int | None) -> None:
     proposer = None
     if plan.draft is not None:
         proposer = load_proposer(plan, runner, dummy_weights=config.dummy_weights)
+
+    def keep(asked: KeepPages) -> PageParts:
+        from kvant.parallel.rank_offload import PageParts
+
+        return PageParts(asked, plan, runner, start.shard, voice.say)
+
     with group.together():
-        _run(link, ring, runner, proposer)
+        _run(voice, ring, runner, proposer, keep)
 
 
 def _run(
-    link: Connection[bytes, bytes],
+    voice: _Voice,
     ring: RingReader | LinkReader,
     runner: ModelRunner,
     proposer: Proposer | None,
+    keep: Callable[[KeepPages], PageParts],
 ) -> None:
-    """Run what rank 0 runs."""
+    """Run what rank 0 runs, and move the parts of pages that it moves."""
     receiver = Receiver()
+    parts: PageParts | None = None
     while True:
         match read_to_rank(ring.receive()):
             case np.ndarray() as sent if sent[0] == ZERO:
@@ -141,25 +179,26 @@ def _run(
             case Table() as table:
                 receiver.take(table)
             case Propose(asks):
-                runner.propose([asked(ask) for ask in asks])
+                runner.propose([ask_of(ask) for ask in asks])
             case CountSaturated():
                 # A drafter's counts are those of rank 0, as it is replicated.
                 counts = (
                     (one.spec.geometry.index, one.k, one.v) for one in runner.pool.saturated()
                 )
-                link.send_bytes(encode(Counted(tuple(counts))))
+                voice.say(Counted(tuple(counts)))
+            case KeepPages() as asked:
+                parts = keep(asked)
+            case (
+                StorePages() | LoadPages() | ReadFiles() | WriteFiles() | TouchFiles()
+                | ForgetFiles()
+            ) as asked:  # fmt: skip
+                assert parts is not None, "tiers are made before pages move"
+                parts.do(asked)
             case Capture(seqs, tokens, length, drafts):
                 try:
                     runner.capture(seqs, tokens, length, drafts)
                 except NotServable as fault:  # rank 0 meets the same obstacle and tells the user
                     _log.warning("%s", fault)
-
-
-def _send_last(link: Connection[bytes, bytes], message: Failed) -> None:
-    try:
-        link.send_bytes(encode(message))
-    except OSError:
-        _log.exception("rank 0 is gone")
 
 
 def _pulse(pulse: socket.socket) -> None:

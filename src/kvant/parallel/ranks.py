@@ -13,21 +13,27 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvant.errors import RankLost
 from kvant.parallel.messages import (
+    Answer,
     Failed,
-    FromRank,
+    FilesDone,
     Loaded,
+    PagesMoved,
     Start,
     ToRank,
     encode,
@@ -72,14 +78,28 @@ class Joined(Process, Protocol):
 
 @dataclass(eq=False)
 class _Rank:
-    """reading: held while `link` is read, since the watching thread reads a rank's last words."""
+    """A thread reads `link`. answers: what it read, and None at the end of the link, which is also `ended`.
+
+    last_words: why the rank ends, if it said so.
+    """
 
     number: int
     process: Process
     link: Connection[bytes, bytes]
     pulse: socket.socket
     heard: float
-    reading: threading.Lock = field(default_factory=threading.Lock)
+    answers: SimpleQueue[Answer | None] = field(default_factory=SimpleQueue)
+    ended: threading.Event = field(default_factory=threading.Event)
+    last_words: str | None = None
+
+
+@dataclass(eq=False)
+class Told:
+    """What ranks say about pages unasked, each with the rank's number. ring: called after each."""
+
+    moved: deque[tuple[int, PagesMoved]] = field(default_factory=deque)
+    files: deque[tuple[int, FilesDone]] = field(default_factory=deque)
+    ring: Callable[[], None] = lambda: None
 
 
 class Ranks:
@@ -97,6 +117,7 @@ class Ranks:
         self.directory = Path(tempfile.mkdtemp(prefix="kvant-ranks-"))
         self._ranks: list[_Rank] = []
         self._ring: Ring | LinkSender
+        self.told = Told()
         self._life = _Life(on_loss)
         self._finalizer = weakref.finalize(
             self, _end, self._ranks, self._life, self.directory, os.getpid(), on_end
@@ -126,9 +147,11 @@ class Ranks:
                 reduction.send_handle(rank.link, ring.fd, rank.process.pid)
                 rank.link.send_bytes(encode(start))
             ring.close_file()
-        threading.Thread(
-            target=_watch, args=(self._ranks, self._life), name="kvant-ranks", daemon=True
-        ).start()
+        for name, work in (
+            ("kvant-ranks", partial(_watch, self._ranks, self._life)),
+            ("kvant-ranks-told", partial(_listen, self._ranks, self._life, self.told)),
+        ):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def wait_loaded(self) -> None:
         """Wait until the weights of all ranks are on their devices. Raises RankLost."""
@@ -149,18 +172,13 @@ class Ranks:
         if broken is not None:
             raise self._lost(self._ranks[broken])
 
-    def answers(self) -> list[FromRank]:
+    def answers(self) -> list[Answer]:
         """One answer of every rank, in their order. Raises RankLost."""
         found = []
         for rank in self._ranks:
-            try:
-                with rank.reading:
-                    answer = read_from_rank(rank.link.recv_bytes())
-            except (EOFError, OSError):
-                raise self._lost(rank) from None
-            if isinstance(answer, Failed):
-                self._life.lose(self._ranks, f"rank {rank.number} failed: {answer.text}")
-                self.check()
+            answer = rank.answers.get()
+            if answer is None:
+                raise self._lost(rank)
             found.append(answer)
         return found
 
@@ -274,14 +292,47 @@ def _death(rank: _Rank) -> str:
 
 def _last_words(rank: _Rank) -> str | None:
     """What a rank sent before it ended, if it explained itself."""
+    rank.ended.wait(_END_SECONDS)
+    return rank.last_words
+
+
+def _listen(ranks: Sequence[_Rank], life: _Life, told: Told) -> None:
+    """Until the end: read what ranks say."""
+    by_link = {rank.link: rank for rank in ranks}
+    while by_link and not life.is_closing:
+        try:
+            ready = wait(list(by_link), _CHECK_SECONDS)
+        except (OSError, ValueError):
+            ready = list(by_link) if not life.is_closing else []
+        for link in ready:
+            rank = by_link[link]  # type: ignore[index]
+            if not _hear(rank, told):
+                del by_link[rank.link]
+                rank.ended.set()
+                rank.answers.put(None)
+
+
+def _hear(rank: _Rank, told: Told) -> bool:
+    """Read one message of a rank. False at the end of its link."""
     try:
-        with rank.reading:
-            while rank.link.poll():
-                if isinstance(said := read_from_rank(rank.link.recv_bytes()), Failed):
-                    return f"rank {rank.number} failed: {said.text}"
+        said = read_from_rank(rank.link.recv_bytes())
     except (EOFError, OSError):
-        pass
-    return None
+        return False
+    except msgspec.MsgspecError as fault:
+        rank.last_words = f"rank {rank.number} does not speak this version's language: {fault}"
+        return False
+    match said:
+        case Failed(text):
+            rank.last_words = f"rank {rank.number} failed: {text}"
+        case PagesMoved():
+            told.moved.append((rank.number, said))
+            told.ring()
+        case FilesDone():
+            told.files.append((rank.number, said))
+            told.ring()
+        case _:
+            rank.answers.put(said)
+    return True
 
 
 def _end(

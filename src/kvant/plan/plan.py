@@ -335,9 +335,8 @@ class Plan:
         asked = self.request.offload
         if asked is None:
             return ()
-        each = self.target.kv.bytes_per_token + (
-            0 if self.draft is None else self.draft.kv.bytes_per_token
-        )
+        parts = [self.rank_kv] if self.draft is None else [self.rank_kv, self.draft.kv]
+        each = self.num_ranks * sum(part.bytes_per_token for part in parts)
         found = [("host", asked.host_bytes)]
         if asked.disk is not None:
             found.append((f"disk {asked.disk.path}", asked.disk.num_bytes))

@@ -238,7 +238,8 @@ def _page_store(built: BuiltEngine) -> PageStore | None:
         return None
     store = tiers.files.store
     windows = built.engine.scheduler.allocator.every_window
-    return PageStore(str(store.directory), store.identity.fields, windows, store.budget)
+    others = tuple(files.identity.fields for files in tiers.files.others)
+    return PageStore(str(store.directory), store.identity.fields, windows, store.budget, others)
 
 
 def _refuse(socket: zmq.Socket[bytes], fault: Fault) -> int:

@@ -53,12 +53,16 @@ class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load
 
 
 class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the engine keeps page files, and what decides their names. windows: of each group of pages."""
+    """Where the engine keeps page files, and what decides their names. windows: of each group of pages.
+
+    others: identities of the other ranks' files.
+    """
 
     directory: str
     identity: dict[str, str]
     windows: tuple[int | None, ...]
     budget: int
+    others: tuple[dict[str, str], ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):

@@ -120,8 +120,11 @@ def _store(call: Call) -> SessionFiles:
     if call.scope["path"] != _ROOT.rstrip("/") and not ID.fullmatch(_id(call)):
         raise bad_request("an id has up to 64 letters, digits, dots, dashes, underscores", "id")
     held = ready.page_store
-    files = PageFiles(Path(held.directory), PageIdentity(**held.identity), held.budget)
-    return SessionFiles(files, held.windows, ready.page_size)
+    files, *others = (
+        PageFiles(Path(held.directory), PageIdentity(**identity), held.budget)
+        for identity in (held.identity, *held.others)
+    )
+    return SessionFiles(files, held.windows, ready.page_size, others)
 
 
 def _id(call: Call) -> str:

@@ -174,25 +174,25 @@ def settled(queue: FileQueue) -> list[tuple[Key, bool]]:
 def test_after_a_failed_write_none_is_tried_for_a_while(
     files: PageFiles, fault: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue = FileQueue(files, Bell())
+    key, row = Key(0, digest(1)), memoryview(DATA)
+    queue = FileQueue(files, Bell(), lambda group, page: row)
     real = os.replace
 
     def failing(source: object, target: object) -> None:
         raise OSError(fault, os.strerror(fault))
 
     monkeypatch.setattr("kvant.kv.offload.page_files.os.replace", failing)
-    key, row = Key(0, digest(1)), memoryview(DATA)
     assert queue.takes_writes
-    queue.write(key, row, checksum(row))
+    queue.write([(key, 1, checksum(row))])
     assert settled(queue) == [(key, False)]
     assert not queue.takes_writes
-    queue.write(key, row, checksum(row))
+    queue.write([(key, 1, checksum(row))])
     assert settled(queue) == [(key, False)]
     assert [os.strerror(fault) in r.message for r in caplog.records] == [True], "told once"
     assert not list(files.home.rglob(".new-*")), "nothing half written stays"
     monkeypatch.setattr("kvant.kv.offload.page_files.os.replace", real)
     queue._paused_until = 0.0
-    queue.write(key, row, checksum(row))
+    queue.write([(key, 1, checksum(row))])
     assert settled(queue) == [(key, True)]
     assert read(files, 1) == DATA
 
@@ -201,7 +201,8 @@ def test_a_slow_disk_takes_no_more_than_a_bounded_queue(
     files: PageFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvant.kv.offload.files.MOST_WRITING", 4 * len(DATA))
-    queue = FileQueue(files, Bell())
+    row, taken = memoryview(DATA), 0
+    queue = FileQueue(files, Bell(), lambda group, page: row)
     write_page = PageFiles.write
 
     def slow(*given: object) -> int:
@@ -209,9 +210,8 @@ def test_a_slow_disk_takes_no_more_than_a_bounded_queue(
         return write_page(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(PageFiles, "write", slow)
-    row, taken = memoryview(DATA), 0
     while queue.takes_writes:
-        queue.write(Key(0, digest(taken)), row, checksum(row))
+        queue.write([(Key(0, digest(taken)), 1, checksum(row))])
         taken += 1
     assert taken == 4
     assert settled(queue)

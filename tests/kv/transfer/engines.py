@@ -60,7 +60,7 @@ def exchanging(
 
     def takers(rows: HostRows, bell: Bell) -> Sequence[Taker]:
         assert take is not None
-        return [Taker(take, identity, rows.row_bytes, rows.address, rows.bytes.numel(), rows, bell)]
+        return [Taker(take, identity, rows, bell)]
 
     def tiers(shared: SharedPages, runner: RememberingRunner) -> Tiers:
         pieces = [[runner.stored.view(torch.uint8).view(NUM_PAGES, -1)]]

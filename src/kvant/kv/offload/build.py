@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvant.kv.offload.files import FileQueue
 from kvant.kv.offload.mover import Copier, HostRows, MemoryCopier, PageMover
-from kvant.kv.offload.moves import Bell
+from kvant.kv.offload.moves import Bell, Mover
 from kvant.kv.offload.page_files import PageFiles
 from kvant.kv.offload.policy import HOST_RATES, BreakEven
-from kvant.kv.offload.source import Source
+from kvant.kv.offload.source import Files, Source
 from kvant.kv.offload.tiers import Catalog, Tiers
 from kvant.kv.pages import SharedPages
+
+Spread: TypeAlias = "Callable[[PageMover, FileQueue | None, Bell], tuple[Mover, Files | None]]"
 
 
 def build_tiers(
@@ -26,31 +29,44 @@ def build_tiers(
     policy: BreakEven | None = None,
     peers: Callable[[HostRows, Bell], Sequence[Source]] | None = None,
     give: Callable[[HostRows, Catalog], object] | None = None,
+    spread: Spread | None = None,
 ) -> Tiers:
     """Tiers behind the pages `shared`.
 
     pieces: of each group, the pieces of a page, see `pieces_of`. host_bytes: of host memory. peers: makes
     what reads pages of other engines into it. give: makes what lets others read it; lives as the tiers do.
+    spread: of several ranks, of which each has such host memory; files are this rank's.
     Raises DoesNotFit if a GPU cannot reach that much host memory.
     """
     per_superblock = [group.per_superblock for group in shared.every]
+    bell = Bell()
+    own = make_mover(pieces, per_superblock, host_bytes, bell)
+    rows = own.rows
+    host = SharedPages(rows.num_superblocks, shared.every_window, per_superblock)
+    queue = None if files is None else FileQueue(files, bell, own.row)
+    mover, found = (own, queue) if spread is None else spread(own, queue, bell)
+    if policy is None:
+        policy = BreakEven(host_rate=HOST_RATES["cuda" if rows.is_pinned else "cpu"])
+    others = () if peers is None else peers(rows, bell)
+    tiers = Tiers(shared, host, mover, bell=bell, policy=policy, files=found, peers=others)
+    if give is not None:
+        tiers.kept = give(rows, tiers.catalog)
+    return tiers
+
+
+def make_mover(
+    pieces: Sequence[Sequence[Tensor]], per_superblock: Sequence[int], host_bytes: int, bell: Bell
+) -> PageMover:
+    """Host memory for a device's pages, and what copies them there and back.
+
+    pieces, host_bytes: as in `build_tiers`. per_superblock: pages of each group. Raises DoesNotFit.
+    """
     row_bytes = [sum(piece.shape[1] for piece in of_group) for of_group in pieces]
     superblock = max(n * size for n, size in zip(per_superblock, row_bytes, strict=True))
     count = 1 + host_bytes // superblock  # the first one is the scratch pages', as in any arena
     device = next(piece.device for of_group in pieces for piece in of_group)
-    on_gpu = device.type != "cpu"
-    rows = HostRows(row_bytes, count, superblock, per_superblock, pinned=on_gpu)
-    bell = Bell()
-    host = SharedPages(count, shared.every_window, per_superblock)
-    mover = PageMover(rows, _copiers(pieces, rows, device), bell)
-    queue = None if files is None else FileQueue(files, bell)
-    if policy is None:
-        policy = BreakEven(host_rate=HOST_RATES["cuda" if on_gpu else "cpu"])
-    others = () if peers is None else peers(rows, bell)
-    tiers = Tiers(shared, host, mover, bell=bell, policy=policy, files=queue, peers=others)
-    if give is not None:
-        tiers.kept = give(rows, tiers.catalog)
-    return tiers
+    rows = HostRows(row_bytes, count, superblock, per_superblock, pinned=device.type != "cpu")
+    return PageMover(rows, _copiers(pieces, rows, device), bell)
 
 
 def _copiers(

@@ -33,10 +33,13 @@ _T = TypeVar("_T")
 
 
 class FileQueue:
-    """Page files behind queues. All methods belong to one thread; `bell` is rung by the others."""
+    """Page files behind queues: `Files`. All methods belong to one thread; `bell` is rung by the others.
 
-    def __init__(self, files: PageFiles, bell: Bell) -> None:
-        self._files, self._bell = files, bell
+    row: the bytes of a page of host memory, by group and page.
+    """
+
+    def __init__(self, files: PageFiles, bell: Bell, row: Callable[[int, int], memoryview]) -> None:
+        self._files, self._bell, self._row = files, bell, row
         self._known: set[Key] = set()
         self._own: set[Key] = set()  # that this process wrote
         self._num_bytes = 0
@@ -76,6 +79,10 @@ class FileQueue:
         return self._files
 
     @property
+    def others(self) -> Sequence[PageFiles]:
+        return ()
+
+    @property
     def num_pages(self) -> int:
         """Pages of this identity that were seen."""
         return len(self._known)
@@ -109,14 +116,17 @@ class FileQueue:
         digests = [page.digest for page in pages]
         self._readers.submit(self._guarded, lambda: self._probe(number, digests, windows))
 
-    def read(self, reads: Iterable[tuple[Key, memoryview]]) -> None:
-        """Read pages into rows of host memory, each of which is checked."""
-        for key, row in reads:
-            self._readers.submit(self._read_one, key, row)
+    def read(self, reads: Iterable[tuple[Key, int]]) -> None:
+        """As `Source.read`."""
+        for key, page in reads:
+            self._readers.submit(self._read_one, key, self._row(key.group, page))
 
-    def write(self, key: Key, row: memoryview, total: bytes) -> None:
-        self._writing_bytes += len(row)
-        self._writer.submit(self._write_one, key, row, total)
+    def write(self, writes: Iterable[tuple[Key, int, bytes]]) -> None:
+        """As `Files.write`."""
+        for key, page, total in writes:
+            row = self._row(key.group, page)
+            self._writing_bytes += len(row)
+            self._writer.submit(self._write_one, key, row, total)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Note that pages were used, the first ones of a sequence first."""
@@ -176,6 +186,7 @@ class FileQueue:
         started = time.perf_counter()
         try:
             total = self._files.read(*key, row)
+            self._known.add(key)
         except BadPage as fault:
             self._counts.bad += 1
             self._tell("bad", f"a page file was not used: {fault}; it is computed again")

@@ -48,8 +48,9 @@ class HostRows:
         *,
         pinned: bool,
     ) -> None:
-        self.row_bytes = tuple(row_bytes)
+        self.row_bytes, self.num_superblocks = tuple(row_bytes), num_superblocks
         self.bytes = zeros((num_superblocks * superblock_bytes,), torch.uint8, torch.device("cpu"))
+        self.is_pinned = pinned
         if pinned:
             _pin(self.bytes)
             weakref.finalize(self, _unpin, self.bytes.data_ptr())
@@ -142,6 +143,11 @@ class PageMover:
         self._checks = ThreadPoolExecutor(1, "kvant-check")
         self._hashers = ThreadPoolExecutor(_HASHERS, "kvant-checksum")
         self._done: deque[Moved] = deque()
+
+    @property
+    def rows(self) -> HostRows:
+        """The host memory."""
+        return self._rows
 
     @property
     def page_bytes(self) -> Sequence[int]:

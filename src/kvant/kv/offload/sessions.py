@@ -50,10 +50,15 @@ class SessionFiles:
     """Sessions beside the page files of one identity.
 
     windows: tokens that each group of pages keeps, that of states last (`SharedPages.every_window`).
+    others: files of the other ranks, with their parts of each page under the same names.
     """
 
-    def __init__(self, files: PageFiles, windows: Sequence[int | None], page_size: int) -> None:
+    def __init__(
+        self, files: PageFiles, windows: Sequence[int | None], page_size: int,
+        others: Sequence[PageFiles] = (),
+    ) -> None:  # fmt: skip
         self._files, self._windows, self._page_size = files, tuple(windows), page_size
+        self._parts = (files, *others)
         self._home = files.directory / "sessions"
 
     def hashes(self, token_ids: Sequence[int], salt: str) -> list[bytes]:
@@ -149,7 +154,7 @@ class SessionFiles:
         return self._home / hashlib.sha256(owner.encode()).hexdigest()[:32] / f"{id}.json"
 
     def _is_there(self, group: int, digest: bytes) -> bool:
-        return os.path.exists(self._files.path(group, digest))
+        return all(os.path.exists(files.path(group, digest)) for files in self._parts)
 
 
 def pinned_names(directory: Path) -> set[str]:

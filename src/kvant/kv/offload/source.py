@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvant.kv.offload.moves import Key
+from kvant.kv.offload.stats import TierCounts
+
+if TYPE_CHECKING:  # it needs a library that only engines with tiers need
+    from kvant.kv.offload.page_files import PageFiles
 
 
 class Wanted(NamedTuple):
@@ -59,8 +63,8 @@ class Source(Protocol):
         """
         ...
 
-    def read(self, reads: Iterable[tuple[Key, memoryview]]) -> None:
-        """Read pages into rows of host memory, each of which is checked."""
+    def read(self, reads: Iterable[tuple[Key, int]]) -> None:
+        """Read pages into pages of host memory, each of which is checked."""
         ...
 
     def take_read(self) -> list[tuple[Key, bytes | None, float]]:
@@ -77,4 +81,51 @@ class Source(Protocol):
 
     def forget(self, key: Key) -> None:
         """Read a page no more, whose contents are not trusted."""
+        ...
+
+
+class Files(Source, Protocol):
+    """Page files: a source that keeps pages, too.
+
+    store: of this process. others: of other ranks, which hold their parts of each page.
+    """
+
+    @property
+    def store(self) -> PageFiles: ...
+
+    @property
+    def others(self) -> Sequence[PageFiles]: ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of this identity that were seen."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all page files in the directory, as far as they were seen."""
+        ...
+
+    @property
+    def takes_writes(self) -> bool:
+        """Whether more pages may be written now."""
+        ...
+
+    def write(self, writes: Iterable[tuple[Key, int, bytes]]) -> None:
+        """Write pages of host memory: what they are, where they lie, and their checksums.
+
+        May change `takes_writes` between two of them.
+        """
+        ...
+
+    def take_written(self) -> list[tuple[Key, bool]]:
+        """Pages that are no longer needed in host memory, and whether files have them now."""
+        ...
+
+    def forget_own(self) -> None:
+        """Remove every file that this process wrote."""
+        ...
+
+    def counted(self, counts: TierCounts) -> TierCounts:
+        """Counts of another place together with evicted files."""
         ...

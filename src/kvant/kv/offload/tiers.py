@@ -18,21 +18,18 @@ import itertools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvant.kv.events import Medium, PageLog
 from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
 from kvant.kv.offload.policy import BreakEven
-from kvant.kv.offload.source import Prompt, Source, Wanted
+from kvant.kv.offload.source import Files, Prompt, Source, Wanted
 from kvant.kv.offload.stats import OffloadStats, TierCounts
 from kvant.kv.pages import SharedPages
-
-if TYPE_CHECKING:  # it needs a library that only engines with tiers need
-    from kvant.kv.offload.files import FileQueue
 
 MOST_OFFERED = 1 << 16
 """Pages that may wait to be copied; more are not stored."""
@@ -165,7 +162,7 @@ class Tiers:
         *,
         bell: Bell,
         policy: BreakEven | None = None,
-        files: FileQueue | None = None,
+        files: Files | None = None,
         peers: Sequence[Source] = (),
     ) -> None:
         self.policy = BreakEven() if policy is None else policy
@@ -440,7 +437,7 @@ class Tiers:
         waiting = self._waiting.setdefault(number, _Waiting())
         if not lacking or waiting.progress is Progress.FETCHED:
             return False
-        reads: dict[int, list[tuple[Key, memoryview]]] = {}
+        reads: dict[int, list[tuple[Key, int]]] = {}
         for key in lacking:
             if key in self._fetches:
                 waiting.unread.add(key)
@@ -451,7 +448,7 @@ class Tiers:
                 break
             self._fetches[key] = page
             waiting.unread.add(key)
-            reads.setdefault(place, []).append((key, self._mover.row(key.group, page)))
+            reads.setdefault(place, []).append((key, page))
         for place, some in reads.items():
             self._sources[place].read(some)
         waiting.reading = time.monotonic()
@@ -677,7 +674,7 @@ class Tiers:
             if not found.num_probes and found.progress is Progress.MOVING and found.load is None:
                 found.progress, found.reading = Progress.NEW, 0.0
 
-    def _poll_writes(self, files: FileQueue) -> None:
+    def _poll_writes(self, files: Files) -> None:
         for key, is_written in files.take_written():
             self._host.every[key.group].release([self._writing.pop(key)])
             if is_written:
@@ -685,19 +682,22 @@ class Tiers:
                 self._counts["disk"].bytes_stored += self._mover.page_bytes[key.group]
             else:
                 self._counts["disk"].dropped += 1
+        if self._unsaved and files.takes_writes:
+            files.write(self._to_write(files))
+
+    def _to_write(self, files: Files) -> Iterator[tuple[Key, int, bytes]]:
+        """Unsaved pages, each held from now on, as long as files take some."""
         while self._unsaved and files.takes_writes:
             key, _ = self._unsaved.popitem(last=False)
-            self._write(files, key)
-
-    def _write(self, files: FileQueue, key: Key) -> None:
-        host = self._host.every[key.group]
-        page = host.find(key.digest)
-        if page is None:
-            self._counts["disk"].dropped += 1  # it left host memory before the files took it
-            return
-        host.join([page])
-        self._writing[key] = page
-        files.write(key, self._mover.row(key.group, page), self._sums[key.group, page][1])
+            host = self._host.every[key.group]
+            page = host.find(key.digest)
+            if page is None or key in self._writing:
+                # It left host memory before files took it, or what it was before is being written.
+                self._counts["disk"].dropped += 1
+                continue
+            host.join([page])
+            self._writing[key] = page
+            yield key, page, self._sums[key.group, page][1]
 
     @property
     def _may_read(self) -> bool:

@@ -27,21 +27,8 @@ def exchange(
         groups, converter = groups_of(pools, rows), None
         if config.convert:
             converter = CodecConverter(pools, groups, page_size, config.convert)
-        size, formats = rows.bytes.numel(), sorted(formats_of(groups))
-        return [
-            Taker(
-                address,
-                identity,
-                rows.row_bytes,
-                rows.address,
-                size,
-                rows,
-                bell,
-                converter,
-                formats,
-            )
-            for address in config.take
-        ]
+        formats = sorted(formats_of(groups))
+        return [Taker(address, identity, rows, bell, converter, formats) for address in config.take]
 
     def give(rows: HostRows, catalog: Catalog) -> Giver:
         assert config.give is not None

@@ -21,6 +21,7 @@ import zmq
 
 from kvant.errors import NotServable, WayOut
 from kvant.kv.identity import PageIdentity
+from kvant.kv.offload.mover import HostRows
 from kvant.kv.offload.moves import Bell, Key
 from kvant.kv.offload.page_files import checksum
 from kvant.kv.offload.source import Prompt, Wanted
@@ -87,8 +88,8 @@ class Converter(Protocol):
 class Taker:
     """The other engine's pages. All methods belong to the engine's thread.
 
-    identity: of this engine's pages. first, num_bytes: its host memory, where pages are read to; its `owner`
-    is kept until it is no longer registered. row_bytes: of a page of each group. formats: of this engine.
+    identity: of this engine's pages. rows: its host memory, where pages are read to, kept until it is no
+    longer registered. formats: of this engine.
     Raises NotServable if the engine answers and has unlike pages, and without NIXL. An engine that does not
     answer is asked again.
     """
@@ -99,24 +100,22 @@ class Taker:
         self,
         address: Address,
         identity: PageIdentity,
-        row_bytes: Sequence[int],
-        first: int,
-        num_bytes: int,
-        owner: object,
+        rows: HostRows,
         bell: Bell,
         converter: Converter | None = None,
         formats: Sequence[str] = (),
     ) -> None:
+        self._row = rows.row
         self._work: queue.SimpleQueue[Callable[[_Reader], None] | None] = queue.SimpleQueue()
         self._known: OrderedDict[Key, Place] = OrderedDict()
         self._read: deque[tuple[Key, bytes | None, float]] = deque()
         self._probed: deque[int] = deque()
         self._num_probes = 0
         memory = RemoteMemory(f"taker-{id(self):x}-{time.monotonic_ns():x}")
-        memory.register(first, num_bytes)
+        memory.register(rows.address, rows.bytes.numel())
         self._reader = reader = _Reader(
-            address, identity, tuple(row_bytes), memory, bell, converter, self._known, self._read,
-            self._probed, tuple(formats), owner,
+            address, identity, rows.row_bytes, memory, bell, converter, self._known, self._read,
+            self._probed, tuple(formats), rows,
         )  # fmt: skip
         met = threading.Event()
         thread = threading.Thread(
@@ -157,8 +156,10 @@ class Taker:
         self._num_probes += 1
         self._work.put(lambda reader: reader.probe(number, pages, windows, prompt))
 
-    def read(self, reads: Iterable[tuple[Key, memoryview]]) -> None:
-        found = [(key, row, self._known.pop(key, None)) for key, row in reads]
+    def read(self, reads: Iterable[tuple[Key, int]]) -> None:
+        found = [
+            (key, self._row(key.group, page), self._known.pop(key, None)) for key, page in reads
+        ]
         if found:
             self._work.put(lambda reader: reader.read(found))
 

@@ -1,0 +1,265 @@
+"""Tiers of a divided model: rank 0 decides what lies where, and every rank keeps its part of each page.
+
+A page has the same place in the host memory of all ranks, and the same name in their files. Its checksum is
+that of all parts, in the order of ranks. A page counts as stored or restored once every rank has its part;
+a part that cannot be had makes the page a missing one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from kvant.kv.identity import PageIdentity
+from kvant.kv.offload.build import Spread
+from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
+from kvant.kv.offload.source import Files, Prompt, Wanted
+from kvant.kv.offload.stats import TierCounts
+from kvant.parallel.messages import (
+    ForgetFiles,
+    KeepPages,
+    KeepsPages,
+    LoadPages,
+    ReadFiles,
+    StorePages,
+    TouchFiles,
+    WriteFiles,
+    part_of,
+)
+from kvant.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from kvant.kv.offload.files import FileQueue
+    from kvant.kv.offload.mover import PageMover
+    from kvant.kv.offload.page_files import PageFiles
+
+_T = TypeVar("_T")
+
+
+def spread_pages(ranks: Ranks, files: PageFiles | None) -> Spread:
+    """What makes tiers of all ranks of rank 0's; the others make theirs from now on.
+
+    files: of rank 0. Raises RankLost, also if a rank cannot have its host memory or its directory.
+    """
+    ranks.send(KeepPages(None if files is None else files.identity.fields))
+
+    def spread(own: PageMover, queue: FileQueue | None, bell: Bell) -> tuple[Mover, Files | None]:
+        stores = []
+        for answer in ranks.answers():
+            assert isinstance(answer, KeepsPages)
+            if files is not None:
+                assert answer.identity is not None
+                identity = PageIdentity(**answer.identity)
+                stores.append(type(files)(files.directory, identity, files.budget))
+        ranks.told.ring = bell.ring
+        found = None if queue is None else RankedFiles(queue, stores, ranks, own.page_bytes)
+        return RankedMover(own, ranks), found
+
+    return spread
+
+
+class RankedMover:
+    """The `Mover` of all ranks. own: of rank 0. Its methods raise RankLost."""
+
+    def __init__(self, own: Mover, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self._size = 1 + len(ranks.pids)
+        self._jobs: dict[int, dict[int, Moved]] = {}
+
+    @property
+    def page_bytes(self) -> Sequence[int]:
+        """Counts the parts of all ranks."""
+        return [self._size * size for size in self._own.page_bytes]
+
+    def row(self, group: int, host_page: int) -> memoryview:
+        """The bytes of rank 0's part."""
+        return self._own.row(group, host_page)
+
+    def store(self, job: int, moves: Sequence[Move]) -> None:
+        self._jobs[job] = {}
+        places = [(move.group, move.device_page, move.host_page) for move in moves]
+        self._ranks.send(StorePages(job, places))
+        self._own.store(job, moves)
+
+    def load(self, job: int, moves: Sequence[Move]) -> None:
+        self._jobs[job] = {}
+        places = [(move.group, move.device_page, move.host_page, move.checksum) for move in moves]
+        self._ranks.send(LoadPages(job, places))
+        self._own.load(job, [replace(m, checksum=part_of(m.checksum, 0)) for m in moves])
+
+    def take(self) -> list[Moved]:
+        self._ranks.check()
+        for done in self._own.take():
+            self._jobs[done.job][0] = done
+        for rank, told in _emptied(self._ranks.told.moved):
+            parts = self._jobs[told.job]
+            parts[rank] = Moved(told.job, told.checksums, told.num_bytes, told.seconds)
+        whole = [job for job, parts in self._jobs.items() if len(parts) == self._size]
+        return [_whole(self._jobs.pop(job)) for job in whole]
+
+
+def _whole(parts: Mapping[int, Moved]) -> Moved:
+    """What all ranks did in one job."""
+    ordered = [parts[rank] for rank in range(len(parts))]
+    sums = zip(*(part.checksums for part in ordered), strict=True)
+    return Moved(
+        ordered[0].job,
+        tuple(_joined(of_page) for of_page in sums),
+        sum(part.num_bytes for part in ordered),
+        max(part.seconds for part in ordered),
+    )
+
+
+def _joined(sums: Iterable[bytes | None]) -> bytes | None:
+    """The checksum of a page; None if a part is not there."""
+    found = list(sums)
+    there = [one for one in found if one is not None]
+    return b"".join(there) if len(there) == len(found) else None
+
+
+class RankedFiles:
+    """The `Files` of all ranks. own: of rank 0, by whose files all are judged. others: of the other ranks.
+
+    page_bytes: of rank 0's part of a page of each group. Methods that send raise RankLost.
+    """
+
+    def __init__(
+        self, own: FileQueue, others: Sequence[PageFiles], ranks: Ranks, page_bytes: Sequence[int]
+    ) -> None:
+        self._own, self._others, self._ranks = own, tuple(others), ranks
+        self._size, self._page_bytes = 1 + len(ranks.pids), page_bytes
+        self._reads: dict[Key, dict[int, tuple[bytes | None, float]]] = {}
+        self._writes: dict[Key, dict[int, bool]] = {}
+        self._bad: dict[int, int] = {}
+
+    @property
+    def tier(self) -> str:
+        return self._own.tier
+
+    @property
+    def num_bad(self) -> int:
+        return self._own.num_bad + sum(self._bad.values())
+
+    @property
+    def is_ready(self) -> bool:
+        return self._own.is_ready
+
+    @property
+    def is_probing(self) -> bool:
+        return self._own.is_probing
+
+    @property
+    def store(self) -> PageFiles:
+        return self._own.store
+
+    @property
+    def others(self) -> Sequence[PageFiles]:
+        return self._others
+
+    @property
+    def num_pages(self) -> int:
+        return self._own.num_pages
+
+    @property
+    def num_bytes(self) -> int:
+        return self._own.num_bytes
+
+    @property
+    def takes_writes(self) -> bool:
+        from kvant.kv.offload.files import MOST_WRITING
+
+        waiting = sum(self._page_bytes[key.group] for key in self._writes)
+        return self._own.takes_writes and waiting < MOST_WRITING
+
+    def counted(self, counts: TierCounts) -> TierCounts:
+        return self._own.counted(counts)
+
+    def has(self, key: Key) -> bool:
+        return self._own.has(key)
+
+    def probe(
+        self, number: int, pages: Sequence[Wanted], windows: Sequence[int | None], prompt: Prompt
+    ) -> None:
+        self._own.probe(number, pages, windows, prompt)
+
+    def take_probed(self) -> list[int]:
+        return self._own.take_probed()
+
+    def read(self, reads: Iterable[tuple[Key, int]]) -> None:
+        found = list(reads)
+        self._reads.update({key: {} for key, _ in found})
+        self._ranks.send(ReadFiles([(*key, page) for key, page in found]))
+        self._own.read(found)
+
+    def take_read(self) -> list[tuple[Key, bytes | None, float]]:
+        self._take_told()
+        for key, total, seconds in self._own.take_read():
+            self._reads[key][0] = total, seconds
+        found = []
+        for key, parts in _taken(self._reads, self._size):
+            total = _joined(parts[rank][0] for rank in range(self._size))
+            if total is None:
+                self._drop(key)  # what some ranks have is of no use
+            found.append((key, total, max(seconds for _, seconds in parts.values())))
+        return found
+
+    def write(self, writes: Iterable[tuple[Key, int, bytes]]) -> None:
+        found = []
+        for key, page, total in writes:
+            self._writes[key] = {}
+            self._own.write([(key, page, part_of(total, 0))])
+            found.append((*key, page, total))
+        if found:
+            self._ranks.send(WriteFiles(found))
+
+    def take_written(self) -> list[tuple[Key, bool]]:
+        self._take_told()
+        for key, is_written in self._own.take_written():
+            self._writes[key][0] = is_written
+        found = []
+        for key, parts in _taken(self._writes, self._size):
+            is_whole = all(parts.values())
+            if not is_whole and any(parts.values()):
+                self._drop(key)
+            found.append((key, is_whole))
+        return found
+
+    def touch(self, keys: Sequence[Key]) -> None:
+        if any(self.has(key) for key in keys):
+            self._own.touch(keys)
+            self._ranks.send(TouchFiles(keys))
+
+    def forget(self, key: Key) -> None:
+        if self.has(key):
+            self._drop(key)
+
+    def forget_own(self) -> None:
+        self._own.forget_own()
+        self._ranks.send(ForgetFiles(()))
+
+    def _drop(self, key: Key) -> None:
+        self._own.forget(key)
+        self._ranks.send(ForgetFiles((key,)))
+
+    def _take_told(self) -> None:
+        for rank, told in _emptied(self._ranks.told.files):
+            self._bad[rank] = told.num_bad
+            for group, digest, total, seconds in told.reads:
+                self._reads[Key(group, digest)][rank] = total, seconds
+            for group, digest, is_written in told.writes:
+                self._writes[Key(group, digest)][rank] = is_written
+
+
+def _emptied(queue: deque[_T]) -> list[_T]:
+    found = []
+    while queue:
+        found.append(queue.popleft())
+    return found
+
+
+def _taken(waiting: dict[Key, dict[int, _T]], size: int) -> list[tuple[Key, dict[int, _T]]]:
+    """What every rank has answered, which is removed."""
+    whole = [key for key, parts in waiting.items() if len(parts) == size]
+    return [(key, waiting.pop(key)) for key in whole]

@@ -1,0 +1,114 @@
+"""Another rank's part of each page in host memory and files. Rank 0 decides (`kvant.parallel.offload`)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvant.execution.runner import ModelRunner
+from kvant.kv.identity import PageIdentity
+from kvant.kv.offload.build import make_mover
+from kvant.kv.offload.files import FileQueue
+from kvant.kv.offload.mover import pieces_of
+from kvant.kv.offload.moves import Bell, Key, Move
+from kvant.kv.offload.page_files import PageFiles
+from kvant.kv.offload.pool_identity import layout_of_pages, scales_beside_pages
+from kvant.kv.offload.sessions import pinned_names
+from kvant.models.sharding.shard import Shard
+from kvant.parallel.messages import (
+    FilesDone,
+    ForgetFiles,
+    FromRank,
+    KeepPages,
+    KeepsPages,
+    LoadPages,
+    PagesMoved,
+    ReadFiles,
+    StorePages,
+    TouchFiles,
+    WriteFiles,
+    part_of,
+)
+from kvant.plan.plan import Plan
+
+FromRank0 = StorePages | LoadPages | ReadFiles | WriteFiles | TouchFiles | ForgetFiles
+
+
+class PageParts:
+    """Does what rank 0 asks; a thread tells it what was done. say: sends to rank 0, from any thread.
+
+    Raises DoesNotFit and NotServable where memory or the directory cannot be had.
+    """
+
+    def __init__(
+        self, asked: KeepPages, plan: Plan, runner: ModelRunner, shard: Shard,
+        say: Callable[[FromRank], None],
+    ) -> None:  # fmt: skip
+        config, layout, bell = plan.request.offload, plan.layout, Bell()
+        assert config is not None
+        per_superblock = [1] if layout is None else [g.per_superblock for g in layout.groups]
+        self._rank, self._say, self._bell = shard.rank, say, bell
+        host_bytes = config.host_bytes // shard.size
+        self._mover = make_mover(pieces_of(runner.pools), per_superblock, host_bytes, bell)
+        self._files, identity = None, None
+        if asked.identity is not None:
+            assert config.disk is not None
+            identity = replace(
+                PageIdentity(**asked.identity),
+                scales=scales_beside_pages(runner.pools),
+                layout=layout_of_pages(
+                    runner.pools, plan.target.kv.page_size, shard.rank, shard.size
+                ),
+            )
+            disk = config.disk
+            files = PageFiles(disk.path, identity, disk.num_bytes, pinned=pinned_names)
+            self._files = FileQueue(files, bell, self._mover.row)
+        say(KeepsPages(None if identity is None else identity.fields))
+        threading.Thread(target=self._tell, name="kvant-tell", daemon=True).start()
+
+    def do(self, asked: FromRank0) -> None:
+        """Begin what rank 0 asks, after everything that was launched so far."""
+        match asked:
+            case StorePages(job, moves):
+                self._mover.store(job, [Move(*move) for move in moves])
+                return
+            case LoadPages(job, moves):
+                rank = self._rank
+                self._mover.load(job, [Move(*m[:3], part_of(m[3], rank)) for m in moves])
+                return
+        files = self._files
+        assert files is not None, "rank 0 has files, and this rank has none"
+        match asked:
+            case ReadFiles(reads):
+                files.read((Key(group, digest), page) for group, digest, page in reads)
+            case WriteFiles(writes):
+                files.write(
+                    (Key(group, digest), page, part_of(total, self._rank))
+                    for group, digest, page, total in writes
+                )
+            case TouchFiles(keys):
+                files.touch([Key(*key) for key in keys])
+            case ForgetFiles(keys):
+                for key in keys:
+                    files.forget(Key(*key))
+                if not keys:
+                    files.forget_own()
+
+    def _tell(self) -> None:
+        """Until rank 0 is gone: tell what other threads finished."""
+        try:
+            while True:
+                self._bell.wait(60.0)
+                for done in self._mover.take():
+                    self._say(PagesMoved(done.job, done.checksums, done.num_bytes, done.seconds))
+                if self._files is not None:
+                    self._tell_files(self._files)
+        except OSError:
+            return
+
+    def _tell_files(self, files: FileQueue) -> None:
+        reads = [(*key, total, seconds) for key, total, seconds in files.take_read()]
+        writes = [(*key, is_written) for key, is_written in files.take_written()]
+        if reads or writes:
+            self._say(FilesDone(tuple(reads), tuple(writes), files.num_bad))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.models.cpu.info import FEWEST_ROWS, NORM_STEP
 from kvant.models.cpu.product import OUTPUTS
 from kvant.models.forward_info import ForwardFacts
+from kvant.models.geometry.read import read_geometry
 from kvant.models.select import FORWARDS, select_forward
 from tests.models import tiny
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
 ROCM = DeviceFacts(DeviceKind.ROCM, "gfx942")
 F32, BF16 = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
@@ -75,6 +79,17 @@ def test_experts_are_batch_invariant_in_the_fused_forward() -> None:
     for device, compute in ((GPU, BF16), (CPU, F32)):
         asked = facts("qwen3_moe", device, compute, batch_invariant=True)
         assert select_forward(asked).name == "fused"
+
+
+def test_recurrences_are_batch_invariant_in_the_forwards_whose_kernels_pass_over_tokens() -> None:
+    for name in ("qwen3.5-9b", "qwen3-next-80b-a3b"):
+        config = json.loads((CONFIGS / f"{name}.json").read_text())
+        asked = ForwardFacts(config, read_geometry(config), BF16, GPU, batch_invariant=True)
+        assert select_forward(asked).name == "fused"
+        assert select_forward(replace(asked, device=CPU, compute=F32)).name == "transformers"
+        with pytest.raises(NotServable, match="on a GPU") as refused:
+            select_forward(replace(asked, compute=ComputeDtype.FLOAT64))
+        assert any("float64" in one for one in refused.value.tried)
 
 
 def test_a_model_that_can_only_be_planned_has_no_forward() -> None:

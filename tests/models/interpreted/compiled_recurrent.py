@@ -33,7 +33,7 @@ def states(shape: tuple[int, ...], dtype: KVDtype) -> stored.Stored:
 
 def main() -> None:
     n, rows = 3, torch.zeros(3, dtype=torch.int64)
-    starts = torch.zeros(3, dtype=torch.int32)
+    starts, ends = torch.zeros(3, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     for dtype in RECURRENT_FORMATS:
         channels, heads, keys, values = 8192, 32, 128, 128
         x, weight = torch.zeros(n, channels, dtype=BF16), torch.zeros(channels, 4, dtype=BF16)
@@ -42,7 +42,10 @@ def main() -> None:
         last = torch.zeros(1, 3, channels, dtype=BF16)
         for some in (bias, None):
             kernels.conv_step(x, weight, some, last, rows, starts, silu=True)
-        kernels.conv_prompts(x, weight, None, last, rows, starts, starts, starts, silu=True)
+        for is_stored in (False, True):
+            kernels.conv_prompts(
+                x, weight, None, last, rows, starts, starts, ends, silu=True, stored=is_stored
+            )
         state = states((heads, values, keys), dtype)
         kernels.gated_norm(x.view(-1, values), torch.zeros(n, 8192, dtype=BF16), per_head, 1e-6)
         z, of_head = torch.zeros(n, 4096, dtype=BF16), torch.zeros(values, dtype=BF16)
@@ -54,18 +57,22 @@ def main() -> None:
             )  # fmt: skip
         if dtype not in (KVDtype.FLOAT32, KVDtype.INT8_PER_TOKEN_HEAD):
             continue  # one of each kind is enough: compiling takes long
-        kernels.delta_step(x, a, a, per_head, per_head, state, rows, starts, 16, strongest=1.0)
+        of_step = x, a, a, per_head, per_head, state, rows, starts, 16
+        kernels.delta_step(*of_step, strongest=1.0)
+        kernels.delta_step(*of_step, strongest=1.0, cu_seqlens=ends)
         bamba = states((128, 64, 256), dtype)
         wide = torch.zeros(n, 128 * 64 + 2 * 256, dtype=BF16)
         limits = (0.0, float("inf"))
         of_bamba = a, per_head, per_head, per_head, bamba, rows, starts, 1, limits
         kernels.mamba_step(wide, *of_bamba)
+        kernels.mamba_step(wide, *of_bamba, ends)
         taps, kept = torch.zeros(8704, 4, dtype=BF16), torch.zeros(1, 3, 8704, dtype=BF16)
         for group in (8192, 1024):
             finish = mamba_layer.Finish(bias, group, 1e-6, gate_first=True, rounded=True)
             mamba_layer.mamba_layer(
                 x, wide, a, taps, taps[:, 0], *of_bamba[1:4], kept, *of_bamba[4:], finish
             )
+            mamba_layer.mamba_finish(x, wide, finish)
         kernels.short_conv(wide[:, :6144], taps[:2048, 1:], None, kept, rows, starts)
         for count in (n, 40):
             row, low = torch.zeros(count, 12288, dtype=BF16), torch.zeros(count, 4096, dtype=BF16)

@@ -33,6 +33,7 @@ from kvant.models.fused.recipes import recipe_of
 from kvant.models.invariant.linear import TiledLinear, prove_all
 from kvant.models.invariant.vectors import by_whole_vectors
 from kvant.models.recurrent.hook import run_mixer
+from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group, gather_logits
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
@@ -114,6 +115,12 @@ def fuse(
     )
     if tiled is not None:
         latent.prove(tiled, model)
+        for layer in model.layers:
+            if isinstance(layer, MixerLayer) and isinstance(layer.mixer, Framed):
+                for weight in (
+                    (layer.mixer.entry, layer.mixer.exit) if layer.mixer.is_framed else ()
+                ):
+                    tiled.prove(weight)
     rotary = getattr(decoder_of(module), "rotary_emb", None)
     sources = tuple(AngleSource(rotary, one, recipe.attention.angles) for one in arguments)
     most = min(getattr(config, "max_position_embeddings", None) or MOST_ANGLES, MOST_ANGLES)
@@ -208,7 +215,7 @@ class FusedDecoder:
             if isinstance(layer, MixerLayer):
                 y = run_mixer(
                     layer.mixer, x, call, index,
-                    lambda x, w: products.plain(x, DenseLinear(w, None, self._multiply)),
+                    lambda x, w, b: products.plain(x, DenseLinear(w, b, self._multiply)),
                 )  # fmt: skip
             else:
                 gate: Tensor | None = None

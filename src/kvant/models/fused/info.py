@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.recipe import Recipe, activation_of
@@ -32,7 +33,9 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
     if facts.geometry.has_states and not recipe.mixers:
         return "its layers keep states, of which Kvant's own decoder has no mixer"
     if facts.geometry.has_states and facts.batch_invariant:
-        return "recurrences over prompts depend on where a prompt is cut"
+        reason = _refuse_invariant_states(facts)
+        if reason is not None:
+            return reason
     for field, values in recipe.only.items():
         if config.get(field) not in values:
             return f"Kvant's own decoder does not compute {field} {config.get(field)!r}"
@@ -59,6 +62,23 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
             return f"experts compute silu, not {activation}"
         if facts.config.get("quantization_config") is not None and facts.stored is None:
             return "it reads experts from checkpoints that do not quantise them"
+    return None
+
+
+def _refuse_invariant_states(facts: ForwardFacts) -> str | None:
+    """Why it cannot promise results of recurrent layers that depend on nothing but their own tokens.
+
+    Kernels pass from token to token, each state rounded as it is stored; they take these numbers alone.
+    """
+    if facts.on_cpu:
+        return "its recurrences on a CPU depend on where a prompt is cut"
+    if facts.compute is ComputeDtype.FLOAT64:
+        return "no kernel passes over the tokens of a recurrence in float64"
+    if facts.has_narrow:
+        return "projections of recurrent layers in narrow weights depend on the number of rows"
+    shapes = [state.shape for layer in facts.geometry.layers for state in layer.states]
+    if any(shape[-1] % 2 for shape in shapes):
+        return "rows of its states do not fill words of 16 bits"
     return None
 
 

@@ -43,10 +43,12 @@ def _convolved(
         from kvant.models.recurrent.kernels import conv_prompts, conv_step
 
         kept = cache.numbers, packed.rows, packed.starts
-        if packed.lengths is None:
+        if packed.lengths is None and not packed.singly:
             return conv_step(x, weight.contiguous(), bias, *kept, silu=silu)
         where = packed.owners, packed.cu_seqlens
-        return conv_prompts(x, weight.contiguous(), bias, *kept, *where, silu=silu)
+        return conv_prompts(
+            x, weight.contiguous(), bias, *kept, *where, silu=silu, stored=packed.singly
+        )
     work = torch.promote_types(x.dtype, torch.float32)
     kernel = weight.to(work)
     history = read_state(cache, packed, None, x.dtype)  # [n, size - 1, channels]

@@ -7,6 +7,8 @@ the results.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -61,16 +63,19 @@ def short_conv(
 
 def conv_prompts(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
-    owners: Tensor, cu_seqlens: Tensor, *, silu: bool,
+    owners: Tensor, cu_seqlens: Tensor, *, silu: bool, stored: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As `conv_step` for sequences of any length. x: [T, channels]. owners: [T] int32, each token's sequence."""
+    """As `conv_step` for sequences of any length. x: [T, channels]. owners: [T] int32, each token's sequence.
+
+    stored: a token sees the ones before it as the state stores them, however a sequence is cut into steps.
+    """
     count, channels = x.shape
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     columns = triton.cdiv(channels, _CHANNELS)
     common = (x, x.stride(0), weight, bias, state, state.stride(0), rows, starts)
     _conv_prompts[(count, columns)](
         *common, owners, cu_seqlens, out, channels,
-        SIZE=weight.shape[1], SILU=silu, BLOCK=_CHANNELS, num_warps=4,
+        SIZE=weight.shape[1], SILU=silu, STORED=stored, BLOCK=_CHANNELS, num_warps=4,
     )  # fmt: skip
     _keep_last[(len(rows), columns)](
         x, x.stride(0), state, state.stride(0), rows, starts, cu_seqlens, channels,
@@ -82,48 +87,65 @@ def conv_prompts(
 def delta_step(
     mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Stored,
     rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
-    singles: Tensor | None = None, out: Tensor | None = None,
+    singles: Tensor | None = None, out: Tensor | None = None, cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence through the gated delta rule, with its gates.
+    """One token of each sequence through the gated delta rule, with its gates; with cu_seqlens any number.
 
     mixed: [n, channels], q, k and v behind the convolution. a, b: [n, heads], rows of any stride: decay
     e^(-exp(a_log) softplus(a + dt_bias)), strength `strongest` * sigmoid(b). a_log, dt_bias: [heads].
     state: [num_rows, heads, values, keys] as stored, updated. rows: [n] int64. starts: [n] int32.
     singles: [2, k] int64, the sequences that are meant, and their tokens of mixed; out is set there.
-    Returns [n, heads, values] in mixed's dtype, or out.
+    cu_seqlens: [n + 1] int32, offsets of the sequences' tokens, which run one after the other: the state is
+    rounded behind each of them, so results do not depend on where a sequence is cut. mixed, a and b then
+    have T rows. Returns [rows of mixed, heads, values] in mixed's dtype, or out.
     """
     heads, values, keys = state.shape
     if out is None:
         out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
-    count = len(mixed) if singles is None else singles.shape[1]
-    wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
-    _delta_step[(count, heads, triton.cdiv(values, block))](
+    count = len(rows) if singles is None else singles.shape[1]
+    _delta_step[(count, heads, triton.cdiv(values, _tile(values, cu_seqlens)))](
         mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, *state.arguments,
-        rows, starts, out, keys**-0.5, strongest, singles, count,
-        **state.constants, PER_KEY=heads // key_heads, WIDE=wide, BLOCK=block, num_warps=4,
+        rows, starts, out, keys**-0.5, strongest, singles, count, cu_seqlens,
+        **state.constants, **_tiling(state, cu_seqlens), PER_KEY=heads // key_heads,
     )  # fmt: skip
     return out
 
 
 def mamba_step(
     mixed: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, state: Stored, rows: Tensor,
-    starts: Tensor, groups: int, limits: tuple[float, float],
+    starts: Tensor, groups: int, limits: tuple[float, float], cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence through Mamba2.
+    """One token of each sequence through Mamba2; with cu_seqlens any number.
 
     mixed: [n, channels], x, B and C behind the convolution. dt: [n, heads], rows of any stride. a_log, dt_bias,
     d: [heads]. limits: of softplus(dt + dt_bias). state: [num_rows, heads, values, keys] as stored, updated.
-    rows: [n] int64. starts: [n] int32. Returns [n, heads, values] in mixed's dtype, with the skip by d.
+    rows: [n] int64. starts: [n] int32. cu_seqlens: as in `delta_step`. Returns [rows of mixed, heads, values]
+    in mixed's dtype, with the skip by d.
     """
-    heads, values, keys = state.shape
+    heads, values, _ = state.shape
     out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
-    wide, block = triton.next_power_of_2(keys), min(32, triton.next_power_of_2(values))
-    _mamba_step[(len(mixed), heads, triton.cdiv(values, block))](
+    _mamba_step[(len(rows), heads, triton.cdiv(values, _tile(values, cu_seqlens)))](
         mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, *state.arguments,
-        rows, starts, out, float(limits[0]), min(float(limits[1]), 3e38),
-        **state.constants, PER_GROUP=heads // groups, WIDE=wide, BLOCK=block, num_warps=4,
+        rows, starts, out, float(limits[0]), min(float(limits[1]), 3e38), cu_seqlens,
+        **state.constants, **_tiling(state, cu_seqlens), PER_GROUP=heads // groups,
     )  # fmt: skip
     return out
+
+
+def _tile(values: int, cu_seqlens: Tensor | None) -> int:
+    """Values of a program: few where it passes over many tokens, so that no warp waits for another."""
+    return min(32 if cu_seqlens is None else 8, triton.next_power_of_2(values))
+
+
+def _tiling(state: Stored, cu_seqlens: Tensor | None) -> dict[str, Any]:
+    """Constants of the kernels of one token. With cu_seqlens, they are the same for every step."""
+    _, values, keys = state.shape
+    return {
+        "WIDE": triton.next_power_of_2(keys),
+        "BLOCK": _tile(values, cu_seqlens),
+        "STORED": cu_seqlens is not None and state.codes.dtype is not torch.float32,
+        "num_warps": 4 if cu_seqlens is None else 1,
+    }
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -228,7 +250,8 @@ def _short_conv(projected, stride, weight, bias, state, state_stride, rows, star
 
 @triton.jit
 def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, owners, cu_seqlens, out, channels,
-                  SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  SIZE: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK channels of a token."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -242,6 +265,8 @@ def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, 
         at = t - (SIZE - 1) + j
         inside = c < tl.where(at >= first, channels, 0)
         h = tl.load(x + at * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+        if STORED and j < SIZE - 1:
+            h = h.to(state.dtype.element_ty).to(tl.float32)
         old = c < tl.where((start > 0) & (at < first), channels, 0)
         before = tl.load(kept + (at - first + SIZE - 1) * channels, mask=old, other=0.0)
         h += before.to(tl.float32)
@@ -276,15 +301,20 @@ def _keep_last(x, x_stride, state, state_stride, rows, starts, cu_seqlens, chann
 
 @triton.jit(do_not_specialize=("strongest", "count"))
 def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, words, codes, scales, bits,
-                state_stride, scale_stride, rows, starts, out, scale, strongest, singles, count,
+                state_stride, scale_stride, rows, starts, out, scale, strongest, singles, count, cu_seqlens,
                 HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-                WIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                WIDE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
+                PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
-    i = tl.program_id(0).to(tl.int64)
-    place = i
+    first = tl.program_id(0).to(tl.int64)
+    place = first
     if singles is not None:
-        place = tl.load(singles + i)
-        i = tl.load(singles + count + i)
+        place = tl.load(singles + first)
+        first = tl.load(singles + count + first)
+    end = first + 1
+    if cu_seqlens is not None:
+        first = tl.load(cu_seqlens + place).to(tl.int64)
+        end = tl.load(cu_seqlens + place + 1).to(tl.int64)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
     vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -295,56 +325,82 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, w
     s = load_state(
         words, scales, state_stride, scale_stride, page, r, old, FORMAT, KEYS, WIDE, BLOCK, PTX
     )
-    line = mixed + i * mixed_stride
     width = HEADS // PER_KEY * KEYS
-    q = tl.load(line + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
-    k = tl.load(line + width + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
-    v = tl.load(line + 2 * width + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
-    q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    gate = tl.load(a + i * a_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * softplus(gate))
-    beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + h).to(tl.float32)))
-    s = s * decay
-    u = beta * (v - tl.sum(s * k[None, :], 1))
-    s += u[:, None] * k[None, :]
-    o = tl.sum(s * q[None, :], 1)
-    store_state(s, codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE, BLOCK,
-                PTX)  # fmt: skip
-    tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
+    for i in range(first, end):
+        line = mixed + i * mixed_stride
+        q = tl.load(line + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(line + width + h // PER_KEY * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+        v = tl.load(line + 2 * width + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        gate = tl.load(a + i * a_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+        decay = tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * softplus(gate))
+        beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + h).to(tl.float32)))
+        s = s * decay
+        u = beta * (v - tl.sum(s * k[None, :], 1))
+        s += u[:, None] * k[None, :]
+        o = tl.sum(s * q[None, :], 1)
+        tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
+        if STORED:
+            store_state(s, codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
+                        BLOCK, PTX)  # fmt: skip
+            tl.debug_barrier()
+            s = load_state(words, scales, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
+                           BLOCK, PTX)  # fmt: skip
+            tl.debug_barrier()
+    if not STORED:
+        there = vv < tl.where(end > first, VALUES, 0)
+        store_state(s, codes, bits, state_stride, scale_stride, page, r, there, FORMAT, KEYS, WIDE, BLOCK,
+                    PTX)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("least", "most"))
 def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, words, codes, scales, bits, state_stride,
-                scale_stride, rows, starts, out, least, most, HEADS: tl.constexpr, PER_GROUP: tl.constexpr,
-                KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-                FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                scale_stride, rows, starts, out, least, most, cu_seqlens, HEADS: tl.constexpr,
+                PER_GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr,
+                BLOCK: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
+                PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of a head of a sequence."""
-    i = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64)
+    place, end = first, first + 1
+    if cu_seqlens is not None:
+        first = tl.load(cu_seqlens + place).to(tl.int64)
+        end = tl.load(cu_seqlens + place + 1).to(tl.int64)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
     vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = kk < KEYS, vv < VALUES
-    old = vv < tl.where(tl.load(starts + i) > 0, VALUES, 0)
-    page = tl.load(rows + i)
+    old = vv < tl.where(tl.load(starts + place) > 0, VALUES, 0)
+    page = tl.load(rows + place)
     r = h * VALUES + vv
     s = load_state(
         words, scales, state_stride, scale_stride, page, r, old, FORMAT, KEYS, WIDE, BLOCK, PTX
     )
-    line = mixed + i * mixed_stride
     inner = HEADS * VALUES
-    x = tl.load(line + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
-    k = tl.load(line + inner + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
-    other = line + inner + HEADS // PER_GROUP * KEYS
-    q = tl.load(other + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
-    step = tl.load(dt + i * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
-    step = tl.minimum(tl.maximum(softplus(step), least), most)
-    s = s * tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * step)
-    s += (step * x)[:, None] * k[None, :]
-    o = tl.sum(s * q[None, :], 1) + tl.load(d + h).to(tl.float32) * x
-    store_state(s, codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE, BLOCK,
-                PTX)  # fmt: skip
-    tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
+    for i in range(first, end):
+        line = mixed + i * mixed_stride
+        x = tl.load(line + h * VALUES + vv, mask=is_value, other=0.0).to(tl.float32)
+        k = tl.load(line + inner + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0)
+        k = k.to(tl.float32)
+        other = line + inner + HEADS // PER_GROUP * KEYS
+        q = tl.load(other + h // PER_GROUP * KEYS + kk, mask=is_key, other=0.0).to(tl.float32)
+        step = tl.load(dt + i * dt_stride + h).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+        step = tl.minimum(tl.maximum(softplus(step), least), most)
+        s = s * tl.exp(-tl.exp(tl.load(a_log + h).to(tl.float32)) * step)
+        s += (step * x)[:, None] * k[None, :]
+        o = tl.sum(s * q[None, :], 1) + tl.load(d + h).to(tl.float32) * x
+        tl.store(out + (i * HEADS + h) * VALUES + vv, o.to(out.dtype.element_ty), mask=is_value)
+        if STORED:
+            store_state(s, codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
+                        BLOCK, PTX)  # fmt: skip
+            tl.debug_barrier()
+            s = load_state(words, scales, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
+                           BLOCK, PTX)  # fmt: skip
+            tl.debug_barrier()
+    if not STORED:
+        there = vv < tl.where(end > first, VALUES, 0)
+        store_state(s, codes, bits, state_stride, scale_stride, page, r, there, FORMAT, KEYS, WIDE, BLOCK,
+                    PTX)  # fmt: skip
 
 
 @triton.jit

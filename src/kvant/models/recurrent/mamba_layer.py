@@ -8,6 +8,7 @@ same inputs of B and C that the convolution keeps. So the second moves these, be
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -63,11 +64,26 @@ def mamba_layer(
     norms = triton.cdiv(heads * values, finish.group)
     _mamba_finish[(n, norms + triton.cdiv(channels, _CHANNELS))](
         out, gate, gate.stride(0), finish.weight, finish.eps, inner, inner.stride(0), conv, conv.stride(0), rows,
-        starts, channels, norms,
-        WIDTH=heads * values, GROUP=finish.group, WIDE=triton.next_power_of_2(finish.group),
-        GATE_FIRST=finish.gate_first, ROUNDED=finish.rounded, BLOCK=_CHANNELS, num_warps=8,
+        starts, channels, norms, **_constants(finish, heads * values),
     )  # fmt: skip
     return out
+
+
+def mamba_finish(out: Tensor, gate: Tensor, finish: Finish) -> None:
+    """Gate and norm out [T, width], contiguous, in place. gate: [T, width], rows of one stride."""
+    count, width = out.shape
+    norms = triton.cdiv(width, finish.group)
+    _mamba_finish[(count, norms)](
+        out, gate, gate.stride(0), finish.weight, finish.eps, None, 0, None, 0, None, None, 0, norms,
+        **_constants(finish, width),
+    )  # fmt: skip
+
+
+def _constants(finish: Finish, width: int) -> dict[str, Any]:
+    return {
+        "WIDTH": width, "GROUP": finish.group, "WIDE": triton.next_power_of_2(finish.group),
+        "GATE_FIRST": finish.gate_first, "ROUNDED": finish.rounded, "BLOCK": _CHANNELS, "num_warps": 8,
+    }  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("least", "most"))
@@ -140,7 +156,7 @@ def _mamba_finish(out, gate, gate_stride, weight, eps, inner, inner_stride, conv
             if not GATE_FIRST:
                 x = x * z
         tl.store(out + i * WIDTH + at, x.to(dtype), mask=there)
-    else:
+    elif conv is not None:
         c = (j - norms) * BLOCK + tl.arange(0, BLOCK)
         inside = c < channels
         old = c < tl.where(tl.load(starts + i) > 0, channels, 0)

@@ -23,14 +23,14 @@ from kvant.models.recurrent.scan import CHUNK, scan
 if TYPE_CHECKING:
     from kvant.models.recurrent.mamba_layer import Finish
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
     """The states of one layer for one step. recurrent: None for a layer that only convolves.
 
-    multiply: x [T, columns] and weight [rows, columns] -> [T, rows].
+    multiply: x [T, columns], weight [rows, columns] and bias [rows] or None -> [T, rows].
     """
 
     packed: Packed
@@ -97,6 +97,14 @@ def _recurrent_state(heads: int, values: int, keys: int) -> StateGeometry:
     return StateGeometry(StateKind.RECURRENT, (heads, values, keys))
 
 
+def _project(x: Tensor, layer: Any, states: LayerStates) -> Tensor:
+    """A linear layer of x [T, columns], by the step's product if its weight is numbers."""
+    if type(layer) is nn.Linear:
+        return states.multiply(x, layer.weight, layer.bias)
+    found: Tensor = layer(x)
+    return found
+
+
 def _normed(x: Tensor) -> Tensor:
     """Rows of length one, as the gated delta rule wants its queries and keys; in float32 or wider."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -154,13 +162,10 @@ class GatedDeltaNet(_DeltaRule):
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
         if self.is_framed and x.device.type != "cpu":
-            return states.multiply(self.between(states.multiply(x, self.entry), states), self.exit)
-        normed = self._between(*self._project(x), states)
-        project = m.o_proj if hasattr(m, "o_proj") else m.out_proj
-        if type(project) is nn.Linear and project.bias is None:
-            return states.multiply(normed, project.weight)
-        mixed: Tensor = project(normed)
-        return mixed
+            inner = self.between(states.multiply(x, self.entry, None), states)
+            return states.multiply(inner, self.exit, None)
+        normed = self._between(*self._project(x, states), states)
+        return _project(normed, m.o_proj if hasattr(m, "o_proj") else m.out_proj, states)
 
     @property
     def is_framed(self) -> bool:
@@ -200,7 +205,8 @@ class GatedDeltaNet(_DeltaRule):
         assert recurrent is not None
         norm = m.o_norm if hasattr(m, "o_norm") else m.norm
         kernels = takes_kernels(qkv, recurrent) and type(norm).__name__ in _NORMS_OF_QWEN
-        if kernels and states.packed.lengths is None and takes_kernels(qkv, conv):
+        at_once = states.packed.lengths is None and not states.packed.singly
+        if kernels and at_once and takes_kernels(qkv, conv):
             from kvant.models.recurrent.delta_layer import delta_layer, fits
             from kvant.models.recurrent.stored import Stored
 
@@ -240,7 +246,7 @@ class GatedDeltaNet(_DeltaRule):
         m, packed, cache = self.module, states.packed, states.recurrent
         assert cache is not None
         strongest, kernels = self._strongest, takes_kernels(mixed, cache)
-        if kernels and packed.lengths is None:
+        if kernels and (packed.lengths is None or packed.singly):
             return self._step(mixed, a, b, cache, packed, strongest)
         if kernels and max(self.keys, self.values) <= _WIDEST:
             from kvant.models.recurrent.delta_chunks import delta_chunks
@@ -272,23 +278,27 @@ class GatedDeltaNet(_DeltaRule):
         return delta_step(
             mixed, a, b, m.A_log, m.dt_bias, Stored.of(cache), packed.rows, packed.starts, self.key_heads,
             strongest=strongest, singles=singles, out=out,
+            cu_seqlens=packed.cu_seqlens if packed.singly else None,
         )  # fmt: skip
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, states: LayerStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [T, channels], the gate, and b and a [T, heads]."""
         m = self.module
         if hasattr(m, "in_proj_qkv"):
-            return m.in_proj_qkv(x), m.in_proj_z(x), m.in_proj_b(x), m.in_proj_a(x)
+            qkv, z, b, a = (_project(x, part, states) for part in self._parts)
+            return qkv, z, b, a
         if hasattr(m, "in_proj_qkvz"):
             per_key = self.heads // self.key_heads
-            mixed = m.in_proj_qkvz(x).unflatten(1, (self.key_heads, -1))
+            mixed = _project(x, m.in_proj_qkvz, states).view(len(x), self.key_heads, -1)
             wide = per_key * self.values
-            q, k, v, z = mixed.split([self.keys, self.keys, wide, wide], 2)
-            b, a = m.in_proj_ba(x).unflatten(1, (self.key_heads, -1)).split([per_key, per_key], 2)
+            q, k, v, z = torch.split(mixed, [self.keys, self.keys, wide, wide], 2)
+            strengths = _project(x, m.in_proj_ba, states).view(len(x), self.key_heads, -1)
+            b, a = torch.split(strengths, [per_key, per_key], 2)
             qkv = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
             return qkv, z.flatten(1), b.flatten(1), a.flatten(1)
-        qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
-        return qkv, m.g_proj(x), m.b_proj(x), m.a_proj(x)
+        qkv = torch.cat([_project(x, part, states) for part in (m.q_proj, m.k_proj, m.v_proj)], 1)
+        z, b, a = (_project(x, part, states) for part in (m.g_proj, m.b_proj, m.a_proj))
+        return qkv, z, b, a
 
 
 class KimiDelta(_DeltaRule):
@@ -328,7 +338,7 @@ class KimiDelta(_DeltaRule):
         if all(type(part) is nn.Linear and part.bias is None for part in parts):
             if self._joined is None:
                 self._joined = _join(parts)
-            row = states.multiply(x, self._joined)
+            row = states.multiply(x, self._joined, None)
         else:
             row = torch.cat([part(x) for part in parts], 1)
         channels = 3 * self.heads * self.keys
@@ -384,16 +394,10 @@ class Mamba2(_Projected):
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
         if hasattr(m, "ssm_in_multiplier"):  # Falcon-H1
-            projected = m.in_proj(x * m.ssm_in_multiplier) * m.mup_vector[0]
-        elif self.is_framed:
-            projected = states.multiply(x, self.entry)
+            projected = _project(x * m.ssm_in_multiplier, m.in_proj, states) * m.mup_vector[0]
         else:
-            projected = m.in_proj(x)
-        out = self.between(projected, states)
-        if self.is_framed:
-            return states.multiply(out, self.exit)
-        mixed: Tensor = m.out_proj(out)
-        return mixed
+            projected = _project(x, m.in_proj, states)
+        return _project(self.between(projected, states), m.out_proj, states)
 
     @property
     def is_framed(self) -> bool:
@@ -411,11 +415,12 @@ class Mamba2(_Projected):
         m, conv = self.module, self.module.conv1d
         sizes = [m.intermediate_size, m.conv_dim, m.num_heads]
         gate, inner, dt = torch.split(projected, sizes, 1)
-        if states.packed.lengths is None and takes_kernels(projected, states.recurrent):
-            return self._step(gate, inner, dt, states.conv, states.recurrent, states.packed)
-        inner = causal_conv(
-            inner, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True
-        )
+        kernels, packed = takes_kernels(projected, states.recurrent), states.packed
+        if kernels and packed.lengths is None and not packed.singly:
+            return self._step(gate, inner, dt, states.conv, states.recurrent, packed)
+        inner = causal_conv(inner, conv.weight[:, 0], conv.bias, states.conv, packed, silu=True)
+        if kernels and packed.singly and self._finishing is not None:
+            return self._singly(gate, inner, dt, states.recurrent, packed, self._finishing)
         wide = m.n_groups * m.ssm_state_size
         value, b, c = torch.split(inner, [m.intermediate_size, wide, wide], 1)
         value = value.reshape(len(inner), m.num_heads, m.head_dim)
@@ -453,6 +458,28 @@ class Mamba2(_Projected):
             gate, inner, dt, weight.contiguous(), bias, m.A_log, m.dt_bias, m.D, conv.numbers, state, *where,
             m.n_groups, m.time_step_limit, finish,
         )  # fmt: skip
+
+    def _singly(
+        self, gate: Tensor, mixed: Tensor, dt: Tensor, recurrent: StateCache, packed: Packed,
+        finish: Finish,
+    ) -> Tensor:  # fmt: skip
+        """What follows the convolution, one token after the other, on a GPU."""
+        from kvant.models.recurrent.kernels import mamba_step
+        from kvant.models.recurrent.mamba_layer import mamba_finish
+        from kvant.models.recurrent.stored import Stored
+
+        m = self.module
+
+        def run(some: Sequence[Tensor], cache: StateCache, part: Packed) -> Tensor:
+            mixed, dt = some
+            return mamba_step(
+                mixed, dt, m.A_log, m.dt_bias, m.D, Stored.of(cache), part.rows, part.starts, m.n_groups,
+                m.time_step_limit, part.cu_seqlens,
+            )  # fmt: skip
+
+        out = in_turns(run, (mixed, dt), recurrent, packed).flatten(1)
+        mamba_finish(out, gate, finish)
+        return out
 
     @property
     def _finishing(self) -> Finish | None:
@@ -535,10 +562,7 @@ class ShortConv(_Projected):
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
-        if self.is_framed:
-            return states.multiply(self.between(states.multiply(x, self.entry), states), self.exit)
-        mixed: Tensor = m.out_proj(self.between(m.in_proj(x), states))
-        return mixed
+        return _project(self.between(_project(x, m.in_proj, states), states), m.out_proj, states)
 
     @property
     def is_framed(self) -> bool:
@@ -550,7 +574,8 @@ class ShortConv(_Projected):
         """projected: [T, 3 hidden] -> [T, hidden]."""
         assert states.conv is not None
         conv, packed = self.module.conv, states.packed
-        if packed.lengths is None and takes_kernels(projected, states.conv):
+        at_once = packed.lengths is None and not packed.singly
+        if at_once and takes_kernels(projected, states.conv):
             from kvant.models.recurrent.kernels import short_conv
 
             return short_conv(

@@ -73,25 +73,31 @@ class Packed:
             rows = step.lists["state pages"] = pages[rows] if found is None else found
         return Packed(step, rows, starts, step.cu_seqlens_q, step.lengths, singly)
 
-    def turns(self) -> list[Turn] | None:
-        """The step in turns, where drafts are verified or tokens run singly; None if all may run at once."""
-        if self.lengths is None or (self.step.draft_states is None and not self.singly):
+    def turns(self, *, apart: bool) -> list[Turn] | None:
+        """The step in turns, where drafts are verified; None if all tokens may run at once.
+
+        apart: each token of a sequence has a turn of its own.
+        """
+        if self.lengths is None or (self.step.draft_states is None and not apart):
             return None
-        if "turns" not in self.step.kept:
+        key = "turns", apart
+        if key not in self.step.kept:
             places = self.step.draft_states or (-1,) * len(self.lengths)
-            firsts = _singles(self) if self.singly else [_without_drafts(self, places)]
-            self.step.kept["turns"] = firsts + _drafts(self, places)
-        found: list[Turn] = self.step.kept["turns"]
+            firsts = _singles(self) if apart else [_without_drafts(self, places)]
+            self.step.kept[key] = firsts + _drafts(self, places)
+        found: list[Turn] = self.step.kept[key]
         return found
 
     @property
     def owners(self) -> Tensor:
         """[T] int32, each token's sequence."""
-        assert self.lengths is not None
         found = self.step.lists.get("state owners")
         if found is None:
-            owners = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
-            found = torch.from_numpy(owners).to(self.rows.device)
+            if self.lengths is None:
+                found = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
+            else:
+                owners = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+                found = torch.from_numpy(owners).to(self.rows.device)
             self.step.lists["state owners"] = found
         return found
 
@@ -191,7 +197,7 @@ def _without_drafts(packed: Packed, places: Sequence[int]) -> Turn:
     lengths = [1 if at >= 0 else n for n, at in zip(packed.lengths, places, strict=True)]
     firsts = zip(_offsets(packed)[:-1], lengths, strict=True)
     tokens = [token for at, n in firsts for token in range(at, at + n)]
-    part = _part(packed, packed.rows, packed.starts, lengths, singly=False)
+    part = _part(packed, packed.rows, packed.starts, lengths, singly=packed.singly)
     return Turn(_sent(tokens, packed), part)
 
 
@@ -234,11 +240,11 @@ def in_turns(
 ) -> Tensor:
     """run(inputs, cache, packed) for numbers [T, ..] of a step, which gives [T, ..].
 
-    Drafts run one after the other, as they do without speculation, and so do all tokens if `packed` wants
-    it. Each of them leaves its state among
-    `cache.drafts`, beside the sequence's own state, which stands behind the token before them.
+    Drafts run one after the other, as they do without speculation. Each of them leaves its state among
+    `cache.drafts`, beside the sequence's own state, which stands behind the token before them. All tokens
+    run so if `packed` wants it, and kernels do not pass from token to token themselves.
     """
-    turns = packed.turns()
+    turns = packed.turns(apart=packed.singly and not takes_kernels(inputs[0], cache))
     if turns is None:
         return run(inputs, cache, packed)
     out: Tensor | None = None

@@ -16,14 +16,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from kvant.server.api_error import ApiError
 from kvant.server.call_grammar import call_grammar
 from kvant.server.reply import ReplyReader, Tools, reply_format
-from tests.server.test_reply import RECORDED, WEATHER, Recorded
+from tests.server.test_reply import WEATHER, WRITTEN, Recorded
 
 # ruff: noqa: RUF001  DeepSeek's marks have characters of their own
 
 _MARKS = sorted(
     {
         mark
-        for one in RECORDED
+        for one in WRITTEN
         for mark in re.findall(r"<[|｜/]?\w[^<>={}\n]*>|\[/?[A-Z_]+\]", one.output)
         if not mark.startswith(("</parameter", "</function"))
     }
@@ -33,12 +33,12 @@ EVERY = pytest.mark.parametrize(
     ("recorded", "has_marks"),
     [
         pytest.param(one, has_marks, id=f"{one.name}, {'tokens' if has_marks else 'spelled'}")
-        for one in RECORDED
+        for one in WRITTEN
         if one.calls and "<|tool_call>call:" not in one.output
         for has_marks in ((True,) if "<|channel|>" in one.output else (True, False))
     ],
 )
-CALLING = [one for one in RECORDED if one.calls and "<|tool_call>call:" not in one.output]
+CALLING = [one for one in WRITTEN if one.calls and "<|tool_call>call:" not in one.output]
 
 
 def strict(parameters: dict[str, Any] | None = None, *, parallel: bool = True) -> Tools:
@@ -158,7 +158,7 @@ def test_an_answer_without_a_call_keeps_its_own_form(recorded: Recorded) -> None
 
 
 def _named(name: str) -> Recorded:
-    return next(one for one in RECORDED if one.name == name)
+    return next(one for one in WRITTEN if one.name == name)
 
 
 def test_reasoning_may_name_the_mark_of_a_call() -> None:

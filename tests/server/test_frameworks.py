@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import operator
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,9 +31,29 @@ class Sum(BaseModel, extra="forbid"):
     exact: bool
 
 
+class Number(BaseModel):
+    a: Literal[1, 2]
+
+
 def add(a: Literal[1, 2]) -> int:
-    """Adds."""
+    """Adds.
+
+    Args:
+        a: A number.
+    """
     return a + 1
+
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}  # fmt: skip
 
 
 def _openai(url: str, model: str) -> None:
@@ -52,6 +74,10 @@ def _instructor(url: str, model: str) -> None:
         messages = [{"role": "user", "content": "hi"}]
         made = found.chat.completions.create(model=model, response_model=Sum, messages=messages)
         assert isinstance(made, Sum)
+        parts = found.chat.completions.create_partial(
+            model=model, response_model=Sum, messages=messages
+        )
+        assert list(parts)[-1].a in (1, 2)
 
 
 def _pydantic_ai(url: str, model: str) -> None:
@@ -63,6 +89,13 @@ def _pydantic_ai(url: str, model: str) -> None:
     )
     made = pydantic_ai.Agent(chat, output_type=Sum).run_sync("hi").output
     assert isinstance(made, Sum)
+    agent = pydantic_ai.Agent(chat, tools=[add], model_settings={"max_tokens": 4})
+
+    async def stream() -> list[str]:
+        async with agent.run_stream("hi") as run:
+            return [piece async for piece in run.stream_text(delta=True, debounce_by=None)]
+
+    assert len(asyncio.run(stream())) > 1
 
 
 def _langchain(url: str, model: str) -> None:
@@ -70,6 +103,10 @@ def _langchain(url: str, model: str) -> None:
     chat = langchain.ChatOpenAI(model=model, base_url=url, api_key="x", max_retries=0)
     assert chat.bind(max_tokens=4).invoke("hi").usage_metadata["output_tokens"] == 4
     assert len(list(chat.bind(max_tokens=4).stream("hi"))) > 1
+    calling = chat.bind_tools([add], tool_choice="add")
+    assert calling.invoke("hi").tool_calls[0]["args"]["a"] in (1, 2)
+    whole = functools.reduce(operator.add, calling.stream("hi"))
+    assert [call["name"] for call in whole.tool_calls] == ["add"]
     for method in ("json_schema", "function_calling"):
         assert isinstance(chat.with_structured_output(Sum, method=method).invoke("hi"), Sum)
 
@@ -86,6 +123,11 @@ def _litellm(url: str, model: str) -> None:
         assert one.usage.completion_tokens == 4
     parts = litellm.completion(model=f"openai/{model}", max_tokens=4, stream=True, **given)
     assert list(parts)[-1].choices[0].finish_reason == "length"
+    chosen = {"type": "function", "function": {"name": "add"}}
+    asked = {"tools": [ADD], "tool_choice": chosen, **given}
+    parts = list(litellm.completion(model=f"openai/{model}", stream=True, **asked))
+    (call,) = litellm.stream_chunk_builder(parts).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["a"] in (1, 2)
     form = litellm.completion(model=f"openai/{model}", response_format=Sum, **given)
     Sum(**json.loads(form.choices[0].message.content))
 
@@ -95,6 +137,11 @@ def _smolagents(url: str, model: str) -> None:
     found = smolagents.OpenAIServerModel(model_id=model, api_base=url, api_key="x", max_tokens=4)
     said = found([{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
     assert said.token_usage.output_tokens == 4
+    messages = [smolagents.ChatMessage(role="user", content="hi")]
+    assert len(list(found.generate_stream(messages))) > 1
+    found = smolagents.OpenAIServerModel(model_id=model, api_base=url, api_key="x")
+    called = found.generate(messages, tools_to_call_from=[smolagents.tool(add)])
+    assert called.tool_calls[0].function.name == "add"
 
 
 def _autogen(url: str, model: str) -> None:
@@ -119,6 +166,11 @@ def _llama_index(url: str, model: str) -> None:
     )  # fmt: skip
     assert list(found.stream_complete("hi", max_tokens=4))
     assert isinstance(found.as_structured_llm(Sum).complete("hi").raw, Sum)
+    tools: Any = pytest.importorskip("llama_index.core.tools")
+    called = found.chat_with_tools(
+        [tools.FunctionTool.from_defaults(add, fn_schema=Number)], "hi", tool_required=True
+    )
+    assert found.get_tool_calls_from_response(called)[0].tool_kwargs["a"] in (1, 2)
 
 
 def _haystack(url: str, model: str) -> None:
@@ -131,6 +183,15 @@ def _haystack(url: str, model: str) -> None:
     )  # fmt: skip
     (reply,) = found.run([dataclasses.ChatMessage.from_user("hi")])["replies"]
     assert reply.meta["usage"]["completion_tokens"] == 4
+    tools: Any = pytest.importorskip("haystack.tools")
+    pieces: list[Any] = []
+    kwargs = {"tool_choice": "required", "max_tokens": 400}
+    (reply,) = found.run(
+        [dataclasses.ChatMessage.from_user("hi")], generation_kwargs=kwargs,
+        tools=[tools.create_tool_from_function(add)], streaming_callback=pieces.append,
+    )["replies"]  # fmt: skip
+    assert {call.tool_name for call in reply.tool_calls} == {"add"}
+    assert len(pieces) > 1
 
 
 def _dspy(url: str, model: str) -> None:
@@ -149,12 +210,16 @@ def _agno(url: str, model: str) -> None:
 def _semantic_kernel(url: str, model: str) -> None:
     connector: Any = pytest.importorskip("semantic_kernel.connectors.ai.open_ai")
     contents: Any = pytest.importorskip("semantic_kernel.contents")
-    client = AsyncOpenAI(base_url=url, api_key="x", max_retries=0)
-    service = connector.OpenAIChatCompletion(ai_model_id=model, async_client=client)
     history = contents.ChatHistory()
     history.add_user_message("hi")
     settings = connector.OpenAIChatPromptExecutionSettings(max_tokens=4)
-    assert asyncio.run(service.get_chat_message_content(history, settings))
+
+    async def ask() -> Any:
+        async with AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            service = connector.OpenAIChatCompletion(ai_model_id=model, async_client=client)
+            return await service.get_chat_message_content(history, settings)
+
+    assert asyncio.run(ask())
 
 
 TRIED = (

@@ -1,4 +1,8 @@
-"""What families of models write is read the same way whole and cut anywhere."""
+"""What families of models write is read the same way whole and cut anywhere.
+
+`WRITTEN` has the forms that chat templates and model cards document, written for this test. `QUOTED` has
+answers of real models: each names the public report that quotes it, and was shortened at most.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,10 @@ OSLO = ("get_weather", {"city": "Oslo", "days": 1})
 
 @dataclass(frozen=True)
 class Recorded:
-    """template: the marks by which a chat template is recognised. prefix: the end of a rendered prompt."""
+    """template: the marks by which a chat template is recognised. prefix: the end of a rendered prompt.
+
+    source: where a real model's answer is quoted, as repository#number on GitHub.
+    """
 
     name: str
     template: str
@@ -38,6 +45,7 @@ class Recorded:
     content: str = ""
     reasoning: str = ""
     calls: tuple[tuple[str, Any], ...] = field(default=())
+    source: str = ""
 
 
 _HERMES = "<|im_start|> <tool_call> <think> tools"
@@ -46,7 +54,7 @@ _JSON_PARIS = '{"city": "Paris", "days": 2}'
 _JSON_OSLO = '{"city": "Oslo", "days": 1}'
 _DEEPSEEK = "<｜tool▁call▁begin｜> <think> tools"
 _HARMONY = "<|channel|> <|message|> tools"
-RECORDED = (
+WRITTEN = (
     Recorded("hermes text", _HERMES, _CHATML, "Hello there.\n", "Hello there."),
     Recorded(
         "qwen3 thinks and calls", _HERMES, _CHATML,
@@ -160,6 +168,119 @@ RECORDED = (
 )  # fmt: skip
 
 
+_QWEN_XML = "<|im_start|> <tool_call> <function= <think> tools"
+_LLAMA3, _LLAMA3_TURN = (
+    "<|start_header_id|> parameters tools", "<|start_header_id|>assistant<|end_header_id|>\n\n",
+)  # fmt: skip
+_LLAMA4, _LLAMA4_TURN = (
+    "<|header_start|> parameters tools", "<|header_start|>assistant<|header_end|>\n\n",
+)  # fmt: skip
+_GLM, _GLM_TURN = "<tool_call> <arg_key> <think> tools", "<|assistant|>\n<think></think>"
+_GEMMA = "<|tool_call>call: <|channel> tools"
+QUOTED = (
+    Recorded(
+        "qwen3-coder 30b leaves out the first mark", _QWEN_XML, _CHATML,
+        "I'll use the Glob tool to list all markdown files in the current directory.\n\n"
+        "<function=Glob>\n<parameter=pattern>\n*.md\n</parameter>\n</function>\n</tool_call>",
+        "I'll use the Glob tool to list all markdown files in the current directory.",
+        calls=(("Glob", {"pattern": "*.md"}),), source="ollama/ollama#16686",
+    ),
+    Recorded(
+        "qwen3.5 calls within its reasoning", _QWEN_XML, _CHATML,
+        "<think>\nThe user wants me to read /tmp/probe.txt.\n<tool_call>\n<function=read>\n"
+        "<parameter=filePath>\n/tmp/probe.txt\n</parameter>\n</function>\n</tool_call>\n</think>",
+        "", "The user wants me to read /tmp/probe.txt.",
+        (("read", {"filePath": "/tmp/probe.txt"}),), "cubist38/mlx-openai-server#284",
+    ),
+    Recorded(
+        "smollm3 3b", _HERMES, _CHATML,
+        '<think>\nOkay, the user sent just "hi". I need to respond appropriately.\n</think>\n\n'
+        "Hello! How can I assist you today?",
+        "Hello! How can I assist you today?",
+        'Okay, the user sent just "hi". I need to respond appropriately.',
+        source="ggml-org/llama.cpp#14581",
+    ),
+    Recorded(
+        "glm-4.6", _GLM, _GLM_TURN,
+        "<tool_call>get_current_weather\n<arg_key>location</arg_key>\n"
+        "<arg_value>杭州</arg_value>\n</tool_call>",
+        calls=(("get_current_weather", {"location": "杭州"}),), source="alibaba/rtp-llm#525",
+    ),
+    Recorded(
+        "glm-4.7 without arguments", _GLM, _GLM_TURN, "<tool_call>get_all_func</tool_call>",
+        calls=(("get_all_func", {}),), source="alibaba/rtp-llm#525",
+    ),
+    Recorded(
+        "glm-4.7 without arguments, in two lines", _GLM, _GLM_TURN,
+        "<tool_call>list_filenames\n</tool_call>",
+        calls=(("list_filenames", {}),), source="sgl-project/sglang#15333",
+    ),
+    Recorded(
+        "gpt-oss 20b calls in the channel of its reasoning", _HARMONY, "<|start|>assistant",
+        "<|channel|>analysis<|message|>We need to run ffgrep. Let us search.\n<|end|><|start|>"
+        "assistant<|channel|>analysis to=functions.ffgrep code<|message|>\n"
+        '{"path":"","pattern":"TextualDisplayView"}<|call|>',
+        "", "We need to run ffgrep. Let us search.",
+        (("ffgrep", {"path": "", "pattern": "TextualDisplayView"}),), "waybarrios/vllm-mlx#562",
+    ),
+    Recorded(
+        "gpt-oss 20b without a blank before the form", _HARMONY, "",
+        "<|start|>assistant<|channel|>commentary to=functions.get_ecs_instructions<|constrain|>json"
+        '<|message|>{"data":{"envs":{}}}',
+        calls=(("get_ecs_instructions", {"data": {"envs": {}}}),),
+        source="lmstudio-ai/lmstudio-bug-tracker#942",
+    ),
+    Recorded(
+        "gpt-oss 120b names the tool before the channel", _HARMONY, "",
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json"
+        f"<|message|>{_JSON_PARIS}",
+        calls=(PARIS,), source="ggml-org/llama.cpp#15181",
+    ),
+    Recorded(
+        "deepseek v3.1 calls within its reasoning", _DEEPSEEK, "<｜Assistant｜><think>",
+        "Hmm, the user is asking about the weather in Shanghai.<｜tool▁calls▁begin｜>"
+        '<｜tool▁call▁begin｜>get_current_weather<｜tool▁sep｜>{"location": "Shanghai"}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "", "Hmm, the user is asking about the weather in Shanghai.",
+        (("get_current_weather", {"location": "Shanghai"}),), "sgl-project/sglang#9446",
+    ),
+    Recorded(
+        "ministral 8b", "[TOOL_CALLS] tools", "[INST] hi[/INST]",
+        '[TOOL_CALLS] [{"name": "calculator", "arguments": {"expression": "2+3"}}]',
+        calls=(("calculator", {"expression": "2+3"}),), source="ml-explore/mlx-lm#1374",
+    ),
+    Recorded(
+        "llama 3.1 8b", _LLAMA3, _LLAMA3_TURN,
+        '{"name": "web_search", "parameters": {"query": "你好"}}',
+        calls=(("web_search", {"query": "你好"}),), source="raullenchai/Rapid-MLX#700",
+    ),
+    Recorded(
+        "llama 3.2 11b forgets the last brace", _LLAMA3, _LLAMA3_TURN,
+        '{"type": "function", "function": {"name": "get_current_traffic", '
+        '"parameters": {"location": "Sydney"}}',
+        '{"type": "function", "function": {"name": "get_current_traffic", '
+        '"parameters": {"location": "Sydney"}}',
+        source="vllm-project/vllm#11786",
+    ),
+    Recorded(
+        "llama 4 scout says its type first", _LLAMA4, _LLAMA4_TURN,
+        '{"type": "function", "name": "Bash", "parameters": {"command": "echo hello"}}',
+        calls=(("Bash", {"command": "echo hello"}),), source="vllm-project/vllm#46863",
+    ),
+    Recorded(
+        "llama 4 between marks", _LLAMA4, _LLAMA4_TURN,
+        '<|python_start|>{"name": "brave_web_search", "parameters": {"query": "latest news"}}'
+        "<|python_end|>",
+        calls=(("brave_web_search", {"query": "latest news"}),), source="vllm-project/vllm#16214",
+    ),
+    Recorded(
+        "gemma 4 with plain quotes", _GEMMA, "<|turn>model\n",
+        '<|tool_call>call:bash{command:"ls"}<tool_call|>',
+        calls=(("bash", {"command": "ls"}),), source="jundot/omlx#581",
+    ),
+)  # fmt: skip
+
+
 def _read(recorded: Recorded, pieces: list[str], tools: Tools | None = TOOLS) -> dict[str, Any]:
     reader = ReplyReader(reply_format(recorded.template), tools, recorded.prefix)
     parts: list[Part] = []
@@ -190,7 +311,9 @@ SMOLLM2 = Recorded(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("recorded", [*RECORDED, SMOLLM2], ids=lambda recorded: recorded.name)
+@pytest.mark.parametrize(
+    "recorded", [*WRITTEN, SMOLLM2, *QUOTED], ids=lambda recorded: recorded.name
+)
 def test_recorded_outputs_are_read_whole_and_cut_anywhere(recorded: Recorded) -> None:
     text = recorded.output
     whole = _read(recorded, [text])
@@ -202,6 +325,27 @@ def test_recorded_outputs_are_read_whole_and_cut_anywhere(recorded: Recorded) ->
     assert _read(recorded, list(text)) == whole
 
 
+@pytest.mark.parametrize(
+    "recorded", [r for r in QUOTED if "within its reasoning" in r.name], ids=lambda r: r.name
+)
+def test_a_call_that_a_grammar_enforces_is_read_in_its_exact_form_only(recorded: Recorded) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    found = _read(recorded, list(recorded.output), Tools((strict,)))
+    assert found["calls"] == ()
+    assert recorded.calls[0][0] in found["reasoning"]
+
+
+@pytest.mark.parametrize("name", ["qwen3 thinks and calls", "qwen3.5", "glm-4.5", "deepseek v3.1"])
+def test_without_tools_a_call_is_text_and_not_lost(name: str) -> None:
+    recorded = next(one for one in WRITTEN if one.name == name)
+    for pieces in ([recorded.output], list(recorded.output)):
+        found = _read(recorded, pieces, None)
+        assert found["reasoning"] == recorded.reasoning
+        assert found["calls"] == ()
+        assert "get_weather" in found["content"]
+        assert "Paris" in found["content"]
+
+
 STREAMED = (
     "qwen3 thinks and calls", "mistral small 3.2", "llama 3.1", "llama 4", "llama 3.1 with its mark",
 )  # fmt: skip
@@ -209,7 +353,7 @@ STREAMED = (
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_arguments_of_a_free_call_come_in_parts(name: str) -> None:
-    recorded = next(one for one in RECORDED if one.name == name)
+    recorded = next(one for one in WRITTEN if one.name == name)
     reader = ReplyReader(reply_format(recorded.template), TOOLS, recorded.prefix)
     seen = [part for char in recorded.output for part in reader.feed(char) if part.kind == "call"]
     assert len(seen) > 10 * len(recorded.calls)
@@ -219,7 +363,7 @@ def test_arguments_of_a_free_call_come_in_parts(name: str) -> None:
 
 
 def test_a_call_that_max_tokens_cut_keeps_its_beginning() -> None:
-    recorded = next(one for one in RECORDED if one.name == "llama 3.1")
+    recorded = next(one for one in WRITTEN if one.name == "llama 3.1")
     cut = recorded.output[:-6]
     for pieces in ([cut], list(cut)):
         reader = ReplyReader(reply_format(recorded.template), TOOLS, recorded.prefix)
@@ -246,7 +390,7 @@ def test_an_unknown_name_and_another_order_are_read_at_the_end() -> None:
 
 
 def test_one_call_is_kept_where_several_are_not_wanted() -> None:
-    recorded = next(one for one in RECORDED if len(one.calls) == 2)
+    recorded = next(one for one in WRITTEN if len(one.calls) == 2)
     found = _read(recorded, list(recorded.output), Tools((WEATHER,), parallel=False))
     assert found["calls"] == (PARIS,)
 

@@ -154,6 +154,8 @@ class ReplyReader:
         self._trims = {"content": _Trim(), "reasoning": _Trim()}
         self._parser: Any = None
         self._arguments: _Arguments | None = None  # of the call that grows
+        if format is not None:
+            format = _fitting(format, tools)
         calls = None if format is None else format["fields"].get("tool_calls")
         self._streams = calls is not None and calls["content"] == "json"
         self._streams &= calls is None or "unquoted_keys" not in calls.get("content_args", {})
@@ -246,6 +248,8 @@ class ReplyReader:
         """A call, several, or text that was meant to be one."""
         function = value.get("function") if isinstance(value, dict) else None
         for one in function if isinstance(function, list) else [function]:
+            if isinstance(one, dict) and isinstance(one.get("function"), dict):
+                one = one["function"]  # OpenAI's form, which Llama writes at times
             name = one.get("name") if isinstance(one, dict) else None
             arguments = None
             if isinstance(one, dict):
@@ -270,7 +274,7 @@ class ReplyReader:
 
 
 _WHOLE_CALL = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MOST_HEAD = 512
 """Characters in which a call must show its name and begin its arguments, to be streamed."""
@@ -517,6 +521,69 @@ _BY_MARKERS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("<think>", "<｜Assistant｜>"), _DEEPSEEK),
 )
 _REASONS = ("<think>", "<|channel|>", "<|channel>", "[THINK]")
+
+
+def _with(format: dict[str, Any], **changed: Mapping[str, str]) -> dict[str, Any]:
+    """A format with other patterns of some fields, in the place of their marks."""
+    fields = dict(format["fields"])
+    for name, patterns in changed.items():
+        marks = {key.removesuffix("_pattern") for key in patterns}
+        kept = {key: one for key, one in fields[name].items() if key not in marks}
+        fields[name] = {**kept, **patterns}
+    return {**format, "fields": fields}
+
+
+# Models also write calls that are not quite in their form. These were seen in answers of real models.
+_OPENS_LLAMA = r'\A\s*(?=\{\s*(?:"name"|"type"\s*:\s*"function"\s*,\s*"(?:name|function)"))'
+_LOOSE: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    (  # A call within reasoning ends it. Qwen3-Coder leaves out the first mark behind a text.
+        _QWEN_XML,
+        _with(
+            _QWEN_XML,
+            reasoning_content={"close_pattern": r"</think>|(?=<tool_call>\s*<function=)"},
+            tool_calls={
+                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
+                r"|(?:\A|\n)\s*<function=(?P<name>[^>\n]+)>",
+            },
+            content={"close_pattern": r"\s*(?:</think>|<\|im_end\|>|<\|endoftext\|>)"},
+        ),
+    ),
+    (
+        _DEEPSEEK,
+        _with(
+            _DEEPSEEK,
+            reasoning_content={"close_pattern": r"</think>|(?=<｜tool▁calls▁begin｜>)"},
+        ),
+    ),
+    (
+        _MISTRAL,
+        _with(_MISTRAL, reasoning_content={"close_pattern": r"\[/THINK\]|(?=\[TOOL_CALLS\])"}),
+    ),
+    (
+        _LLAMA,
+        _with(_LLAMA, tool_calls={"open_pattern": rf"<\|python_tag\|>|{_OPENS_LLAMA}"}),
+    ),
+    (
+        _LLAMA4,
+        _with(
+            _LLAMA4,
+            tool_calls={
+                "open_pattern": rf"<\|python_(?:tag|start)\|>|{_OPENS_LLAMA}",
+                "close_pattern": r"<\|python_end\|>|<\|eo[mt]\|>|<\|eom_id\|>|<\|eot_id\|>",
+            },
+        ),
+    ),
+)
+
+
+def _fitting(format: dict[str, Any], tools: Tools | None) -> dict[str, Any]:
+    """The format for a request: without calls if it has no tools, exact if a grammar enforces calls."""
+    if tools is None:
+        fields = {name: one for name, one in format["fields"].items() if name != "tool_calls"}
+        return {**format, "fields": fields}
+    if tools.is_strict:
+        return format
+    return next((loose for exact, loose in _LOOSE if exact is format), format)
 
 
 def reply_format(template: str) -> dict[str, Any] | None:

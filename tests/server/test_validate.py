@@ -176,3 +176,35 @@ def test_large_wrong_bodies_are_refused_quickly() -> None:
     with pytest.raises(ApiError):
         read_completion(wrong, LIMITS, FACTS)
     assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            '{"messages": [{"role": "robot", "content": "a"}]}',
+            "messages[0].role: expected one of 'assistant', 'developer', 'system', 'tool', 'user'",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "xml"}}',
+            "response_format.type: expected one of 'json_object', 'json_schema', 'text'",
+        ),
+        ('{"messages": [],}', "the body is not valid JSON: trailing comma in object (byte 16)"),
+        ('{"messages": [', "the body is not valid JSON: input data was truncated"),
+    ],
+)
+def test_a_refusal_says_what_would_be_right(body: str, message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_chat(body.encode(), LIMITS, FACTS)
+    assert refused.value.message == message
+
+
+def test_an_answer_that_was_cut_within_its_reasoning_may_come_back() -> None:
+    turn = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    body = {"messages": [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b"}]}
+    found = read_chat(json.dumps(body).encode(), LIMITS, WIDE).conversation
+    assert found is not None
+    assert found.messages[1] == {**turn, "content": ""}
+    empty = {"messages": [{"role": "user", "content": None}]}
+    with pytest.raises(ApiError):
+        read_chat(json.dumps(empty).encode(), LIMITS, WIDE)

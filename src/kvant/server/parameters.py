@@ -305,6 +305,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "/apply-template": "POST /tokenize with messages, then /detokenize",
     "/completion": "use /v1/completions",
     "/generate": "use /v1/completions",
+    "/invocations": "use /v1/chat/completions",
     "/api": "Ollama's endpoints have OpenAI's under /v1 beside them: use these",
     "/sleep": "stop the server; it starts in seconds",
     "/wake_up": "it never sleeps",

@@ -146,21 +146,24 @@ def parse(data: bytes, model: type[_Body]) -> tuple[_Body, Raw]:
         raw = msgspec.json.decode(data)
     except msgspec.ValidationError:
         # A number beyond all bounds: only the typed reader says where it is.
-        return _converted(lambda: msgspec.json.decode(data, type=model)), {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _converted(lambda: msgspec.json.decode(data, type=model), model), {}
+    except (UnicodeDecodeError, RecursionError):
         raise bad_request("the body is not valid JSON", None) from None
-    return _converted(lambda: msgspec.convert(raw, model)), raw
+    except msgspec.DecodeError as fault:
+        why = str(fault).removeprefix("JSON is malformed: ")
+        raise bad_request(f"the body is not valid JSON: {why[0].lower()}{why[1:]}", None) from None
+    return _converted(lambda: msgspec.convert(raw, model), model), raw
 
 
-def _converted(read: Any) -> Any:
+def _converted(read: Any, model: type[Any]) -> Any:
     try:
         return read()
     except msgspec.DecodeError as fault:
-        param, message = _where(str(fault))
+        param, message = _where(str(fault), model)
         raise bad_request(f"{param}: {message}" if param else message, param) from None
 
 
-def _where(message: str) -> tuple[str | None, str]:
+def _where(message: str, model: type[Any]) -> tuple[str | None, str]:
     """The field at fault and what is wrong with it, from msgspec's message."""
     text, _, path = message.rpartition(" - at `")
     if not text:
@@ -169,9 +172,23 @@ def _where(message: str) -> tuple[str | None, str]:
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
         return f"{path}.{missing[1]}".lstrip("."), "this field is required"
     if text.startswith("Invalid enum value"):
-        text = "this is not one of the allowed values"
+        allowed = sorted(_choices(msgspec.inspect.type_info(model), re.sub(r"\[\d+\]", "", path)))
+        text = f"expected one of {', '.join(map(repr, allowed))}"
     text = text.replace(" | null`", "`").replace("`", "")
     return path or None, text[0].lower() + text[1:]
+
+
+def _choices(kind: msgspec.inspect.Type, path: str) -> set[str]:
+    """The texts that the field at a path, without places in lists, may be."""
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return {text for one in kind.types for text in _choices(one, path)}
+    if isinstance(kind, msgspec.inspect.ListType):
+        return _choices(kind.item_type, path)
+    if isinstance(kind, msgspec.inspect.StructType):
+        name, _, rest = path.partition(".")
+        found = (field for field in kind.fields if field.encode_name == name)
+        return {text for field in found for text in _choices(field.type, rest)}
+    return {*map(str, kind.values)} if isinstance(kind, msgspec.inspect.LiteralType) else set()
 
 
 def check_model(name: str | None, facts: Facts) -> None:
@@ -199,7 +216,7 @@ def read_conversation(
     endpoint calls the fields, for errors.
     """
     try:
-        body = _converted(lambda: msgspec.convert(raw, ChatBody))
+        body = _converted(lambda: msgspec.convert(raw, ChatBody), ChatBody)
         found = _of_chat(body, raw, limits, facts)
     except ApiError as fault:
         raise renamed(fault, names) from None
@@ -285,7 +302,7 @@ def read_text(raw: Raw, limits: Limits, facts: Facts) -> Generation:
     """Reads a body of /v1/completions that was made from another endpoint's. Without max_tokens, the
     answer continues to the end of the context.
     """
-    body = _converted(lambda: msgspec.convert(raw, CompletionBody))
+    body = _converted(lambda: msgspec.convert(raw, CompletionBody), CompletionBody)
     prompts = read_prompts(body.prompt, limits, facts)
     return _generation(body, raw, prompts, None, None, _max_tokens(body), limits, facts)
 
@@ -541,8 +558,8 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
             note_ignored(f"messages.{name}" for name in unknown)
         role = "system" if message.role == "developer" else message.role
         text = message.content
-        if text is None and message.tool_calls:
-            text = ""
+        if text is None and (message.tool_calls or message.reasoning_content or message.reasoning):
+            text = ""  # an answer that was a call, or was cut while it reasoned
         one = {"role": role, "content": text if isinstance(text, str) else _joined(text, index)}
         if message.name is not None:
             one["name"] = message.name
@@ -616,7 +633,11 @@ def _made(call: MadeCall, where: str) -> dict[str, Any]:
 
 def _require_tool_template(facts: Facts, param: str) -> None:
     if "tools" not in (facts.template or ""):
-        raise bad_request(f"{param}: this model's chat template takes no tools", param)
+        raise bad_request(
+            f"{param}: this model's chat template takes no tools: serve a model whose template does, "
+            "or ask for the form of the answer with response_format",
+            param,
+        )
 
 
 def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,30 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvant import LLM
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint, NotServable
 from kvant.execution.runner import ModelRunner
+from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.measure.teacher_forced import text_logits
+from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused.info import INFO as FUSED
+from kvant.models.geometry import read_geometry
 from kvant.models.gguf_import import import_gguf
+from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
-from kvant.models.quantization import Activations
+from kvant.models.modules.info import INFO as MODULES
+from kvant.models.quantization import Activations, Quantization
+from kvant.models.select import choose
+from kvant.models.stored import NotStored, Stored, read_stored
+from kvant.plan.plan import PlanRequest
 from kvant.plan.plan_json import plan_json
+from kvant.plan.read_facts import keeps_blocks
 from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import decode
 from kvant.weights.format import BLOCK_TYPES
+from kvant.weights.linear import NarrowEmbedding, NarrowLinear
+from tests.attention import driver
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import metadata, tensors, write_gguf
 from tests.weights.test_blocks import blocks
@@ -106,6 +121,47 @@ def test_the_model_is_the_dequantised_one_in_the_files_bytes(
     planned = llm.planned.weights_bytes or 0
     # Padded tiles, and a bias of zeros for every product.
     assert planned <= model.num_weight_bytes < 1.3 * planned
+
+
+def load_as_on_a_gpu(path: Path, only: ForwardInfo) -> LoadedModel:
+    """On this CPU, with the choices of a GPU; products decode their weights then."""
+    directory = import_gguf(path, blocks=True)
+    config = json.loads((directory / "config.json").read_text())
+    geometry = read_geometry(config)
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    gpu = DeviceFacts(DeviceKind.CUDA, "sm_90")
+    choice = choose(only, ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, gpu))
+    assert choice.stored is not None
+    return load_model(directory, plan, geometry, choice, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gpu_keeps_the_files_bytes_too(only: ForwardInfo, tied: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "qwen3", SMALL, tied=tied)
+    expected, model = transformers_logits(path), load_as_on_a_gpu(path, only)
+    steps = driver.Driver(driver.pool(model.plan, 40), backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    found = model.forward(ids, call, torch.arange(len(TEXT)))
+    assert (found - expected).abs().max() < BOUND * expected.abs().max()
+    kinds = {part.format for part in model._module.modules() if isinstance(part, NarrowLinear)}
+    assert kinds == {BLOCK_TYPES[kind].format for kind in ("Q4_0", "Q4_1", "Q8_0")}
+    assert isinstance(model._module.get_input_embeddings(), NarrowEmbedding)
+
+
+def test_a_gpu_keeps_blocks_in_16_bits_and_says_how_to_have_them(tmp_path: Path) -> None:
+    config = {"gguf_types": {"model.layers.0.mlp.up_proj": "Q4_K"}}
+    gpu = DeviceFacts(DeviceKind.CUDA, "sm_90")
+    assert isinstance(read_stored(config, gpu, ComputeDtype.BFLOAT16), Stored)
+    wide = read_stored(config, gpu, ComputeDtype.FLOAT32)
+    assert isinstance(wide, NotStored)
+    assert "--dtype bfloat16" in wide.reason
+    other = read_stored(config, DeviceFacts(DeviceKind.ROCM), ComputeDtype.BFLOAT16)
+    assert isinstance(other, NotStored)
+    request = PlanRequest(str(tmp_path), gpu)
+    assert keeps_blocks(request)
+    assert not keeps_blocks(replace(request, quantization=Quantization.INT8))
+    assert not keeps_blocks(replace(request, tensor_parallel_size=2))
 
 
 def test_superblocks_of_mixed_types_are_the_dequantised_model(

@@ -18,6 +18,7 @@ from kvant.models.forward import Forward
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.quantization import Quantization
 from kvant.models.sharding.divide import Group
+from kvant.weights.linear import NarrowEmbedding
 
 
 class LoadedModel:
@@ -110,6 +111,9 @@ class LoadedModel:
             if isinstance(module, nn.Embedding)
         }
         head = self._module.get_output_embeddings()  # type: ignore[no-untyped-call]
+        for module in self._module.modules():
+            if isinstance(module, NarrowEmbedding) and module.linear is not head:
+                tables |= {id(tensor) for tensor in module.parameters()}
         tables.discard(id(getattr(head, "weight", None)))
         config = self._module.config.get_text_config(decoder=True)
         chosen = getattr(config, "num_experts_per_tok", None)

@@ -93,11 +93,7 @@ def read_stored(
     """
     blocks = read_blocks(config)
     if blocks is not None:
-        if device.kind is not DeviceKind.CPU:
-            return NotStored("GGUF's blocks run as they are stored on CPUs")
-        if compute not in (None, ComputeDtype.FLOAT32):
-            return NotStored("products with GGUF's blocks compute in float32 on a CPU")
-        return blocks
+        return _blocks_on(device, compute) or blocks
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None
@@ -108,6 +104,22 @@ def read_stored(
     if compute is not None and compute not in _HALF:
         return NotStored(f"products with narrow weights compute in 16 bits, not in {compute.value}")
     return _declared(config)
+
+
+def _blocks_on(device: DeviceFacts, compute: ComputeDtype | None) -> NotStored | None:
+    """Why GGUF's blocks do not run as they are stored on this device, or None."""
+    if device.kind is DeviceKind.CPU:
+        if compute in (None, ComputeDtype.FLOAT32):
+            return None
+        return NotStored("products with GGUF's blocks compute in float32 on a CPU")
+    if device.kind is not DeviceKind.CUDA:
+        return NotStored("GGUF's blocks run as they are stored on NVIDIA GPUs and on CPUs")
+    if compute is None or compute in _HALF:
+        return None
+    return NotStored(
+        f"products with GGUF's blocks compute in 16 bits on a GPU, not in {compute.value}: "
+        "--dtype bfloat16 keeps them"
+    )
 
 
 def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored | NotStored | None:

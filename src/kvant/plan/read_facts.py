@@ -92,7 +92,8 @@ def _are_kept(config: Mapping[str, Any], geometry: ModelGeometry, device: Device
 
 def keeps_blocks(request: PlanRequest) -> bool:
     """Returns whether matrices of a GGUF file are imported as they are stored; else they become float32."""
-    return request.on_cpu and request.tensor_parallel_size == 1
+    rounds = request.quantization is not None and not request.on_cpu
+    return request.tensor_parallel_size == 1 and not rounds
 
 
 def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> ModelFacts:

@@ -157,9 +157,20 @@ class NarrowEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [..] int64 -> [.., in_features]."""
+        if ids.is_cuda:
+            found = numbers_of_rows(self.narrow, ids.reshape(-1), self.dtype)
+            return found.view(*ids.shape, -1)
         rows, places = torch.unique(ids, return_inverse=True)
-        found = decode(pick_rows(self.narrow, rows), self.dtype)
-        return found[places]
+        return numbers_of_rows(self.narrow, rows, self.dtype)[places]
+
+
+def numbers_of_rows(weight: NarrowWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows, by their indices [n], of a weight in groups of inputs: [n, columns] in this dtype."""
+    if rows.is_cuda:
+        from kvant.weights.triton.product import rows_decoded
+
+        return rows_decoded(weight, rows, dtype)
+    return decode(pick_rows(weight, rows), dtype)
 
 
 def named_tensors(name: str, weight: NarrowWeight) -> dict[str, Tensor]:

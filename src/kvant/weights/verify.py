@@ -15,6 +15,9 @@ from kvant.weights.format import (
     INT8_CHANNEL,
     MXFP4,
     NVFP4,
+    Q4_1,
+    Q4_K,
+    Q6_K,
     Code,
     WeightFormat,
     int4_groups,
@@ -23,9 +26,9 @@ from kvant.weights.format import (
 from kvant.weights.linear import MOST_EXACT, multiply, rounded_numbers
 
 FORMATS = (
-    FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(128),
+    FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(32), int8_groups(128),
     int4_groups(32), int4_groups(64), int4_groups(128), int4_groups(128, zero_points=True),
-    MXFP4, NVFP4,
+    MXFP4, NVFP4, Q4_1, Q4_K, Q6_K,
 )  # fmt: skip
 ROWS = (1, 9, 64, 200, 512)
 """Rows of activations: one for each kind of kernel."""

@@ -34,6 +34,7 @@ H200 = GPUTarget("cuda", 90, 32)
 _TYPES = {
     torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.uint8: "u8",
+    torch.int8: "i8",
     torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 _compiled: set[object] = set()

@@ -12,7 +12,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvant.weights.codecs import encode
-from kvant.weights.format import FP8_BLOCK, INT8_CHANNEL, NVFP4, int4_groups
+from kvant.weights.format import FP8_BLOCK, INT8_CHANNEL, NVFP4, Q4_1, Q4_K, Q6_K, int4_groups
 from kvant.weights.triton import product
 from kvant.weights.triton.product import Stripe, Tiles
 from tests.engine.interpreted.compiled import H200, type_of
@@ -42,7 +42,10 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
 
 
 def main() -> None:
-    formats = (FP8_BLOCK, INT8_CHANNEL, int4_groups(128, zero_points=True), int4_groups(32), NVFP4)
+    formats = (
+        FP8_BLOCK, INT8_CHANNEL, int4_groups(128, zero_points=True), int4_groups(32), NVFP4,
+        Q4_1, Q4_K, Q6_K,
+    )  # fmt: skip
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.empty(16, 4096, dtype=dtype)
         for fmt in formats:
@@ -50,6 +53,9 @@ def main() -> None:
             product.tiled(x, weight, None, Tiles(16, 64, 128, 4, 4, 4))
             product.one(x[:1], weight, None, Stripe(2, 1024, 4))
             product.decoded(weight, torch.empty(weight.shape, dtype=dtype))
+            if fmt in (Q4_1, Q4_K, Q6_K):
+                product.tiled(x, weight, x[0, :128], Tiles(128, 128, 128, 1, 3, 8))
+                product.rows_decoded(weight, torch.zeros(3, dtype=torch.int64), dtype)
     weight = encode(torch.randn(128, 4096), FP8_BLOCK)
     for tokens in (64, 512):
         codes, scales = product.rounded_groups(torch.empty(tokens, 4096, dtype=torch.bfloat16), 128)

@@ -28,5 +28,5 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     found = {line.split()[0] for line in done.stdout.splitlines()}
     assert found == {
         "product", "vector", "decode_tile", "round_row", "round_by", "round_groups",
-        "product_of_blocks",
+        "product_of_blocks", "block_product", "block_vector", "decode_blocks",
     }  # fmt: skip

@@ -7,14 +7,20 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from kvant.weights.codecs import decode, encode, round_by, round_groups
+from kvant.weights.blocks import read_blocks
+from kvant.weights.codecs import NarrowWeight, decode, encode, round_by, round_groups, rows_of
 from kvant.weights.format import (
+    BLOCK_TYPES,
     FP8_BLOCK,
     FP8_CHANNEL,
     FP8_TENSOR,
     INT8_CHANNEL,
     MXFP4,
     NVFP4,
+    Q4_1,
+    Q4_K,
+    Q6_K,
+    BlockType,
     Scale,
     WeightFormat,
     int4_groups,
@@ -28,8 +34,10 @@ from kvant.weights.triton.product import (
     one,
     rounded_by,
     rounded_groups,
+    rows_decoded,
     tiled,
 )
+from tests.weights.test_blocks import blocks
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -41,7 +49,7 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 FORMATS = [
     FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(32, scale=Scale.BFLOAT16),
     int4_groups(32), int4_groups(64, zero_points=True), int4_groups(128, scale=Scale.FLOAT32),
-    int4_groups(128, zero_points=True), MXFP4, NVFP4,
+    int4_groups(128, zero_points=True), MXFP4, NVFP4, int8_groups(32), Q4_1,
 ]  # fmt: skip
 
 
@@ -78,6 +86,44 @@ def test_decoding_gives_the_definitions_numbers(fmt: WeightFormat) -> None:
     weight = encode(torch.randn(37, 384, device=DEVICE), fmt)
     out = torch.empty(37, 384, device=DEVICE, dtype=DTYPE)
     assert torch.equal(decoded(weight, out), decode(weight, DTYPE))
+
+
+def _superblocks(fmt: WeightFormat, rows: int) -> NarrowWeight:
+    """Rows behind others of a joined weight: [rows, 512]."""
+    torch.manual_seed(0)
+    return rows_of(encode(torch.randn(rows + 16, 512, device=DEVICE), fmt), 16, rows)
+
+
+@pytest.mark.parametrize("fmt", [Q4_K, Q6_K], ids=_name)
+@pytest.mark.parametrize(("tokens", "split"), [(1, 1), (17, 1), (5, 2)])
+def test_tiles_of_superblocks(fmt: WeightFormat, tokens: int, split: int) -> None:
+    weight = _superblocks(fmt, 70)
+    x, bias = torch.randn(tokens, 512, device=DEVICE), torch.randn(70, device=DEVICE)
+    x, bias = x.to(DTYPE), bias.to(DTYPE)
+    found = tiled(x, weight, bias, Tiles(16, 64, 128, split, 3, 4))
+    expected = x.double() @ decode(weight, torch.float64).T + bias.double()
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("fmt", [Q4_K, Q6_K], ids=_name)
+@pytest.mark.parametrize("block", [128, 1024])
+def test_one_row_of_superblocks(fmt: WeightFormat, block: int) -> None:
+    weight = _superblocks(fmt, 37)
+    x, bias = torch.randn(1, 512, device=DEVICE).to(DTYPE), torch.randn(37, device=DEVICE).to(DTYPE)
+    found = one(x, weight, bias, Stripe(2, block, 4))
+    expected = x.double() @ decode(weight, torch.float64).T + bias.double()
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
+def test_blocks_are_decoded_as_the_definition_says(kind: BlockType) -> None:
+    """Any bytes, whole and by rows."""
+    given = torch.from_numpy(blocks(kind, 37, 512)).to(DEVICE)
+    weight = read_blocks(kind, given, 512)
+    out = torch.empty(37, 512, device=DEVICE, dtype=DTYPE)
+    assert torch.equal(decoded(weight, out), decode(weight, DTYPE))
+    rows = torch.tensor([3, 36, 3, 0], device=DEVICE)
+    assert torch.equal(rows_decoded(weight, rows, DTYPE), decode(weight, DTYPE)[rows])
 
 
 @pytest.mark.parametrize("tokens", [5, 70])

@@ -35,6 +35,7 @@ from kvant.models.invariant.vectors import by_whole_vectors
 from kvant.models.recurrent.hook import run_mixer
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group, gather_logits
+from kvant.weights.linear import numbers_of_rows
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embeddings whose frequencies depend on a token's own position alone."""
@@ -292,7 +293,11 @@ class FusedDecoder:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """[T] int64 -> [T, hidden_size], which the caller may change."""
-        found = F.embedding(input_ids, self.model.embedding)
+        table, dtype = self.model.table, self.model.embedding.dtype
+        if table is None:
+            found = F.embedding(input_ids, self.model.embedding)
+        else:
+            found = numbers_of_rows(table, input_ids, dtype)
         return found if self.model.embed_scale == 1.0 else found * self.model.embed_scale
 
     def feed_forward(self, x: Tensor, layer: Dense | Experts, products: Products) -> Tensor:

@@ -111,7 +111,10 @@ class FewRowsDecoder:
         norms = [*(weight_of(layer.attn_in) for layer in model.layers[1:]), weight_of(model.norm)]
         taps: dict[int, Tensor] = {}
         first = weight_of(model.layers[0].attn_in)
-        stream = few.embed(input_ids, model.embedding, first)
+        if model.table is None:
+            stream = few.embed(input_ids, model.embedding, first)
+        else:
+            stream = few.weigh(fused.embed(input_ids), first)
         for index, (layer, norm) in enumerate(zip(model.layers, norms, strict=True)):
             if isinstance(layer, MixerLayer):
                 assert isinstance(layer.mixer, Framed)

@@ -12,6 +12,7 @@ from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.linear import Linear
 from kvant.models.fused.recipe import NormKind, Pairing
 from kvant.models.recurrent.mixers import Mixer
+from kvant.weights.codecs import NarrowWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +133,8 @@ class LatentLayer(Frame):
 class Model:
     """All layers, and what comes before and behind them.
 
-    embedding: [vocab_size, hidden_size], without rows where it is narrow. embed_scale: factor on
-    embeddings. parallel: attention and feed-forward of a layer read the same sum. logits: times
+    embedding: [vocab_size, hidden_size], without rows where it is narrow: `table` has them then. embed_scale:
+    factor on embeddings. parallel: attention and feed-forward of a layer read the same sum. logits: times
     logits_scale, then capped at logits_cap (0 for none).
     """
 
@@ -145,6 +146,7 @@ class Model:
     parallel: bool
     logits_scale: float
     logits_cap: float
+    table: NarrowWeight | None = None
 
     @property
     def folds_norms(self) -> bool:

@@ -37,7 +37,7 @@ from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.recurrent.hook import mixer_of
 from kvant.weights.codecs import NarrowStack, decode
-from kvant.weights.linear import NarrowLinear
+from kvant.weights.linear import NarrowEmbedding, NarrowLinear
 
 _SCORING = {
     RouterKind.SOFTMAX_TOP_K: Scoring.SOFTMAX_THEN_TOP_K,
@@ -87,6 +87,7 @@ def read_model(
         parallel=_flag(recipe.block.parallel, config),
         logits_scale=_logits_scale(recipe, config),
         logits_cap=float(_config(config, recipe.logits_cap) or 0.0),
+        table=table.narrow if isinstance(table, NarrowEmbedding) else None,
     )
     return made, reader.angles
 

@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 
 from kvant.kernels.triton.device import arrivals, has_ptx, multiprocessors
-from kvant.weights.codecs import NarrowWeight
-from kvant.weights.format import WHOLE, Code, Scale
-from kvant.weights.triton import kernels
+from kvant.weights.codecs import NarrowWeight, decode, pick_rows
+from kvant.weights.format import Q4_1, Q4_K, Q6_K, WHOLE, Code, Scale
+from kvant.weights.triton import block_kernels, kernels
 from kvant.weights.triton.decode import E2M1, E4M3, INT4, INT8
 
 _CODES = {
@@ -22,6 +22,12 @@ _CODES = {
     Code.E2M1: E2M1.value,
 }
 _SCALES = {Scale.E8M0: 1, Scale.E4M3: 2}
+_BLOCKS = {
+    Q4_1: block_kernels.Q4_1.value,
+    Q4_K: block_kernels.Q4_K.value,
+    Q6_K: block_kernels.Q6_K.value,
+}
+"""Formats that `block_kernels` multiplies with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +75,7 @@ def layout(weight: NarrowWeight, depth: int) -> dict[str, Any]:
 
 
 def tiled(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Tiles) -> Tensor:
-    """x [T, columns] times a weight by `kernels.product`: [T, rows] in x's dtype."""
+    """x [T, columns] times a weight by `kernels.product` or `block_product`: [T, rows] in x's dtype."""
     tokens, (n, columns) = x.shape[0], weight.shape
     out = x.new_empty(tokens, n)
     tiles, stripes = triton.cdiv(tokens, cut.tokens), triton.cdiv(n, cut.rows)
@@ -77,6 +83,14 @@ def tiled(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Tiles) -> T
     if cut.split > 1:
         room = tiles * stripes * cut.split * cut.rows * cut.tokens
         partial = x.new_empty(room, dtype=torch.float32)
+    if weight.format in _BLOCKS:
+        block_kernels.block_product[(tiles, stripes, cut.split)](
+            x, *_block_tensors(weight), bias, out, partial, arrivals(x.device, tiles * stripes), tokens,
+            cut.split, n, columns, **_block_layout(weight), TOKENS=cut.tokens, ROWS=cut.rows,
+            DEPTH=cut.depth, PARTS=cut.split > 1, STAGES=cut.stages, BIAS=bias is not None,
+            num_warps=cut.warps,
+        )  # fmt: skip
+        return out
     even = n % cut.rows == 0 and columns % (cut.depth * cut.split) == 0
     kernels.product[(tiles, stripes, cut.split)](
         x, weight.codes, weight.scales, weight.zeros, weight.global_scale, bias, out, partial,
@@ -88,9 +102,15 @@ def tiled(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Tiles) -> T
 
 
 def one(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Stripe) -> Tensor:
-    """One row x [1, columns] times a weight by `kernels.vector`: [1, rows] in x's dtype."""
+    """One row x [1, columns] times a weight by `kernels.vector` or `block_vector`: [1, rows] in x's dtype."""
     n, columns = weight.shape
     out = x.new_empty(1, n)
+    if weight.format in _BLOCKS:
+        block_kernels.block_vector[(triton.cdiv(n, cut.rows),)](
+            x, *_block_tensors(weight), bias, out, n, columns, **_block_layout(weight), ROWS=cut.rows,
+            BLOCK=cut.block, BIAS=bias is not None, num_warps=cut.warps,
+        )  # fmt: skip
+        return out
     kernels.vector[(triton.cdiv(n, cut.rows),)](
         x, weight.codes, weight.scales, weight.zeros, weight.global_scale, bias, out, n, columns,
         **layout(weight, 0), ROWS=cut.rows, BLOCK=cut.block, BIAS=bias is not None,
@@ -101,6 +121,8 @@ def one(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Stripe) -> Te
 
 def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
     """Write a weight's numbers into out [rows, columns], and return it."""
+    if weight.format in _BLOCKS:
+        return _decode_blocks(weight, None, out)
     n, columns = weight.shape
     rows, block = 8, 256
     kernels.decode_tile[(triton.cdiv(n, rows), triton.cdiv(columns, block))](
@@ -108,6 +130,39 @@ def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
         **layout(weight, 0), ROWS=rows, BLOCK=block, PTX=_ptx(out), num_warps=4,
     )  # fmt: skip
     return out
+
+
+def rows_decoded(weight: NarrowWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some rows, by their indices [n], of a weight in groups of inputs: [n, columns] in this dtype."""
+    if weight.format in _BLOCKS:
+        out = torch.empty(len(rows), weight.columns, dtype=dtype, device=rows.device)
+        return _decode_blocks(weight, rows, out) if len(rows) else out
+    return decode(pick_rows(weight, rows), dtype)
+
+
+def _decode_blocks(weight: NarrowWeight, rows: Tensor | None, out: Tensor) -> Tensor:
+    count, columns = out.shape
+    tall, block = (8 if rows is None else 1), 256
+    # Products and sums are rounded one after the other, as the codec does.
+    block_kernels.decode_blocks[(triton.cdiv(count, tall), triton.cdiv(columns, block))](
+        rows, *_block_tensors(weight), out, count, columns, **_block_layout(weight),
+        PICKED=rows is not None, ROWS=tall, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _block_tensors(weight: NarrowWeight) -> tuple[Tensor | None, ...]:
+    return weight.codes, weight.scales, weight.offsets, weight.factors
+
+
+def _block_layout(weight: NarrowWeight) -> dict[str, int]:
+    factors = weight.factors
+    return {
+        "SCALE_K": weight.scales.stride(0),
+        "FACTOR_K": 0 if factors is None else factors.stride(1),
+        "FACTOR_O": 0 if factors is None else factors.stride(0),
+        "KIND": _BLOCKS[weight.format],
+    }
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""Proposers: what drafts tokens for the target to verify, and the rule by which drafts are accepted."""
+"""Proposers, which draft tokens for the target to verify, and the rule by which drafts are accepted."""

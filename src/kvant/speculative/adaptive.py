@@ -1,12 +1,12 @@
 """Chooses how many drafts a step has, by measured speed.
 
-A step with drafts takes longer and gives more tokens. The best number depends on the device, on the
-batch size and on the current acceptance rate. So for each power of two of the batch size this module
-measures how long steps with each number of drafts take, and which part of the drafts is accepted at each
-place. Older steps count less, and a slower number is tried again now and then, because texts change.
+A step with drafts takes longer and gives more tokens. The best number of drafts depends on the device, on
+the batch size and on the current acceptance rate. So for each power of two of the batch size this module
+measures how long steps with each number take, and which share of the drafts is accepted at each position.
+Older steps count less. A slower number is tried again now and then, because texts change.
 
-A number is kept for a stretch of steps. The first step of a stretch is not timed: it may wait for a step
-of another kind.
+A chosen number, a "way", is kept for a stretch of steps. The first step of a stretch is not timed, since it
+may wait for a step with another number.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _MEMORY = 0.97
-"""Factor on all sums with every step that adds to them: about the last 30 steps count."""
+"""Decay of all sums per added step, so that about the last 30 steps count."""
 
 _TRIAL = 4
-"""Steps of each way before they are compared."""
+"""Steps to run with each number of drafts before the numbers are compared."""
 
 _STRETCH = 30
-"""Steps of the fastest way before it is chosen again."""
+"""Steps to run with the fastest number before the next choice."""
 
 _STRETCHES = 4
-"""Stretches before another way is tried again: 3 steps of 120."""
+"""Stretches of the fastest number before another one is tried for _RETRY steps."""
 
 _RETRY = 3
 
 
 @dataclass(slots=True)
 class _Share:
-    """What part of something is so; older cases count less."""
+    """A decaying ratio of two sums, in which older entries count less."""
 
     yes: float = 0.0
     all: float = 0.0
@@ -47,7 +47,7 @@ class _Share:
 
 @dataclass(slots=True)
 class _Way:
-    """Steps with one number of drafts. pace: sequences by seconds."""
+    """Measurements of steps with one number of drafts. pace: sequences per second."""
 
     pace: _Share = field(default_factory=_Share)
     num_steps: int = 0
@@ -55,11 +55,11 @@ class _Way:
 
 @dataclass(slots=True)
 class _Size:
-    """All ways for one size of batch, by their number of drafts.
+    """Measurements for one size of batch. ways: by number of drafts.
 
-    stood: by place, what part of the drafts stood there, in steps of any way that had one. current: the
-    way that goes on for `left` more steps. fresh: none of its steps has run yet. stretches: of the
-    fastest way since another one was tried. retried: the one tried last.
+    stood: by position, the share of drafts accepted there, over all steps with a draft there. current: the
+    number of drafts now, for `left` more steps. fresh: no step of this stretch has run yet. stretches: of
+    the fastest number since another one was tried. retried: the number that was tried again last.
     """
 
     ways: dict[int, _Way] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class _Size:
     retried: int = 0
 
     def speed(self, num_drafts: int) -> float:
-        """Tokens a second of a way that has been tried."""
+        """Returns the tokens per second with a number of drafts that has been tried."""
         tokens = 1.0
         for place in range(1, num_drafts + 1):
             tokens += self.stood[place].value
@@ -79,15 +79,15 @@ class _Size:
 
 
 class Adaptive:
-    """Chooses numbers of drafts from what they gave. Batches count by powers of two."""
+    """Chooses the number of drafts by measured speed, separately for each power of two of the batch size."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_sequences: int, ways: Sequence[int]) -> int:
-        """How many drafts each answering sequence has in the next step, which is counted as scheduled.
+        """Returns how many drafts each decoding sequence has in the next step, and counts that step.
 
-        ways: the numbers that can be had, 0 among them; the largest is tried first.
+        ways: the allowed numbers, including 0; the largest is tried first.
         """
         size = self._sizes.setdefault(num_sequences.bit_length(), _Size())
         if not size.left or size.current not in ways:
@@ -96,9 +96,9 @@ class Adaptive:
         return size.current
 
     def note(self, new: Sequence[int], seconds: float, *, num_drafts: int) -> None:
-        """A step of nothing but answering sequences was run, a way that `choose` knows.
+        """Records a step that ran decodes only. num_drafts: a number that `choose` was offered.
 
-        new: how many tokens each sequence got.
+        new: how many tokens each sequence got. seconds: the step's duration.
         """
         size = self._sizes.setdefault(len(new).bit_length(), _Size())
         for place in range(1, num_drafts + 1):
@@ -113,7 +113,7 @@ class Adaptive:
 
     @staticmethod
     def _begin(size: _Size, ways: Sequence[int]) -> None:
-        """Choose the next stretch."""
+        """Chooses the number of drafts of the next stretch, and its length."""
         before = size.current
         for way in sorted(ways, reverse=True):
             tried = size.ways.get(way)

@@ -1,23 +1,22 @@
-"""The protocol of a proposer, and what it is given.
+"""The protocol of a proposer, and the inputs of its methods.
 
 Once in every step of the engine:
 
-    propose   for each sequence with one token to run: up to k tokens that may follow it
+    propose   drafts up to k tokens for each sequence with one token to run
     (the target runs that token and the drafts)
-    learn     what the target ran, and its hidden states
+    learn     reads the tokens that the target ran, and its hidden states
     (the engine decides which drafts are accepted)
 
 A proposer with a KV cache of its own has its own plan and its own pool, indexed by the same page ids
 as the target's: a page belongs to the same sequence in both. Layers of both that keep equally many tokens
-have the same page table (`KVPool.group_of`, `Step.of`). `learn` is called for every step, also
-for prefills, recomputation after preemption and steps without drafts. So a page from the prefix cache
-holds the proposer's state whenever it holds the target's keys and values. Rejected drafts are learnt
-like accepted ones: their slots are written again before anything reads them, as in the target's pages.
-A proposer keeps nothing about a sequence outside its pages, so ends, cancellation and preemption need
-no call.
+have the same page table (`KVPool.group_of`, `Step.of`). `learn` is called for every step, including
+prefills, recomputation after preemption and steps without drafts. So a page from the prefix cache holds
+the proposer's state whenever it holds the target's keys and values. `learn` also gets rejected drafts: their
+slots are written again before anything reads them, as in the target's pages. A proposer keeps nothing
+about a sequence outside its pages, so the end, cancellation or preemption of a sequence needs no call.
 
-A `DeviceProposer` drafts from tensors to tensors, so that a whole step, drafts and their verification
-included, can be one recorded launch.
+A `DeviceProposer` drafts on the device, so that a whole step, including drafts and their verification, can
+be one recorded launch.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from kvant.models.loaded import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A sequence that wants drafts.
+    """A request for drafts of one sequence.
 
-    token_ids: everything known; the target has run all but the last. held: its pages in each group of
-    pages (`kvant.kv.groups`), with room for len(token_ids) + num_tokens tokens; the scratch page stands for
-    pages behind a window. num_tokens: drafts that can be used, at least 1.
+    token_ids: the prompt and the known part of the answer; the target has run all but the last token. held:
+    its pages in each group (`kvant.kv.groups`), with room for len(token_ids) + num_tokens tokens; the scratch
+    page stands for pages before a window. num_tokens: the most drafts wanted, at least 1.
     """
 
     token_ids: Sequence[int]
@@ -52,33 +51,33 @@ class Ask:
 
     @property
     def pages(self) -> Sequence[int]:
-        """Its pages in the first group."""
+        """Page ids in the first group."""
         return self.held[0]
 
 
 class Proposer(Protocol):
-    """Drafts tokens. Nothing that it proposes can change an answer, only how fast it comes."""
+    """Drafts tokens. Its drafts can change the speed of an answer, but never its tokens."""
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Decoder layers of the target whose output it reads; empty for none."""
+        """Indices of the target's decoder layers whose outputs `learn` gets; empty for none."""
         ...
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages that have a new owner, before anything is written to them."""
+        """Clears reallocated pages, before anything is written to them."""
         ...
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """Drafts for each, likeliest continuation first to last; as many as asked, or fewer.
+        """Returns the draft tokens of each sequence, in order; at most `num_tokens`, maybe none.
 
-        Ids must be of the target's vocabulary.
+        Ids must be from the target's vocabulary.
         """
         ...
 
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
-        """Learn from a step of the target; called if there are taps.
+        """Updates the proposer's cache from a step of the target. Called only if there are taps.
 
-        step: the target's own, on its device. hidden: the outputs of the decoder layers in `taps`,
+        step: the target's step, on its device. hidden: the outputs of the decoder layers in `taps`,
         [T, hidden_size] each.
         """
         ...
@@ -86,20 +85,20 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class DeviceProposer(Proposer, Protocol):
-    """A proposer whose steps can be recorded: `draft` and `learn` never copy to the host."""
+    """A proposer whose steps can be recorded: `draft` and `learn` run without copies to the host."""
 
     def draft(self, tokens: Tensor, step: Step) -> Tensor:
-        """Return the most likely token at every position without one, [T] int64; other entries are undefined.
+        """Returns [T] int64, the drafts at positions whose token is -1; other entries are undefined.
 
-        tokens: [T] int64, per sequence its newest token, then -1 for each draft.
-        step: their positions, as the target will run them.
+        tokens: [T] int64, for each sequence its newest token, then -1 for each draft. step: their positions
+        and pages, as the target will run them.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDraft:
-    """A drafter as it was planned: its directory, config.json, shape and storage."""
+    """The drafter of a plan: its directory, config.json, geometry, facts and KV plan."""
 
     path: Path
     config: Mapping[str, Any]
@@ -110,13 +109,13 @@ class PlannedDraft:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a method's `build(setting)` makes a proposer from.
+    """The argument of a method's `build(setting)`, which makes a proposer.
 
-    num_speculative_tokens: drafts of one sequence in one step at most. max_model_len: tokens of one
-    sequence at most. pool: the target's pages, to be read by a drafter that shares the target's keys
-    and values: each layer's `LayerCache` knows the format its owner writes, and target.plan its
-    backend. draft: None for methods without a model. options: the method's own keys of the
-    configuration. dummy_weights: read none of the drafter's, for timings.
+    num_speculative_tokens: the most drafts of one sequence in one step. max_model_len: the most tokens of
+    one sequence. pool: the target's pages, for a drafter that reads the target's keys and values; each
+    layer's `LayerCache` knows the stored format, and target.plan the backend. draft: None for methods
+    without a model. options: the method's own keys of the configuration. dummy_weights: use random weights
+    for the drafter, for timings.
     """
 
     target: LoadedModel

@@ -1,4 +1,4 @@
-"""What became of drafts, counted."""
+"""Counters of drafted and accepted tokens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counted since the engine was made.
+    """Counters since the engine's start.
 
-    num_drafts: sequences that had drafts, summed over steps. num_draft_tokens, num_accepted_tokens:
-    of all of them. accepted_per_position: how often the first, the second, .. draft stood.
-    num_emitted_tokens: tokens that those steps gave, the target's own included. num_plain_steps:
-    steps of answering sequences without any drafts. pays: whether steps draft now.
+    num_drafts: sequences with drafts, summed over steps. num_draft_tokens, num_accepted_tokens: their
+    drafted and accepted tokens. accepted_per_position: how often the first, second, .. draft was accepted.
+    num_emitted_tokens: tokens that these sequences got in those steps, including the target's own.
+    num_plain_steps: decode steps without any drafts. pays: whether steps have drafts at present.
     """
 
     num_drafts: int = 0
@@ -26,7 +26,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens of a sequence in one step with drafts, the target's own included; 0 before any."""
+        """Mean tokens per sequence and step with drafts, including the target's own; 0 before any."""
         return self.num_emitted_tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
@@ -34,7 +34,7 @@ class SpeculationStats:
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     def since(self, earlier: SpeculationStats) -> SpeculationStats:
-        """What was counted after `earlier`."""
+        """Returns the counts since `earlier`."""
         return SpeculationStats(
             num_drafts=self.num_drafts - earlier.num_drafts,
             num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
@@ -52,7 +52,7 @@ class SpeculationStats:
 
 
 class Counts:
-    """The counters behind `SpeculationStats`. num_positions: drafts of one sequence at most."""
+    """The mutable counters of `SpeculationStats`. num_positions: the most drafts of one sequence."""
 
     def __init__(self, num_positions: int) -> None:
         self._accepted_at = [0] * num_positions
@@ -62,7 +62,7 @@ class Counts:
         self.num_plain_steps = 0
 
     def note(self, num_drafts: int, num_accepted: int, num_emitted: int) -> None:
-        """One sequence's step. num_accepted counts only drafts that became part of the answer."""
+        """Counts one sequence's step. num_accepted: drafts that became part of the answer."""
         self._num_drafts += 1
         self._num_draft_tokens += num_drafts
         self._num_emitted += num_emitted
@@ -82,7 +82,7 @@ class Counts:
 
 
 def spec_decode(stats: SpeculationStats) -> dict[str, Any]:
-    """The counters under the names that dashboards know from vLLM, and Kvant's own beside them."""
+    """Returns the counters under the names that vLLM's dashboards use, and Kvant's own counters."""
     return {
         "spec_decode_num_drafts": stats.num_drafts,
         "spec_decode_num_draft_tokens": stats.num_draft_tokens,

@@ -1,4 +1,4 @@
-"""Methods that draft, as planning knows them: no torch, no weights.
+"""The methods of speculative decoding, as planning sees them: without torch and weights.
 
 A new method is one file with `build(setting: Setting) -> Proposer` and a `Method`, and an entry in METHODS.
 A method outside Kvant is named by its module and variable: `"method": "my_module:MY_METHOD"`.
@@ -15,12 +15,11 @@ from kvant.errors import BadValue, UnknownName
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a method is configured.
+    """A method of drafting and its configuration.
 
-    module: where `build` is; imported only when the engine is made. has_model: it loads a drafter
-    (`model` in the configuration), planned like the target. num_speculative_tokens: the default;
-    None for as many as the drafter's block allows. options: its own keys, counts of 1 or more, with
-    their defaults.
+    module: the module with `build`, imported only when the engine is made. has_model: it loads a drafter
+    (`model` in the configuration), planned like the target. num_speculative_tokens: the default; None takes
+    as many as the drafter's block allows. options: the method's own keys, counts of 1 or more, with defaults.
     """
 
     name: str
@@ -43,7 +42,7 @@ METHODS = (DFLASH, NGRAM)
 
 
 def find_method(name: str, *, asked_by: str) -> Method:
-    """A method by its name, or by `module:attribute`."""
+    """Returns a method by its name or by `module:attribute`. Raises UnknownName or BadValue."""
     for method in METHODS:
         if method.name == name:
             return method

@@ -1,7 +1,7 @@
-"""Prompt lookup: what followed the last time the same tokens stood there (arXiv 2304.04487, 2311.08252).
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the sequence's last tokens.
 
-No model, no cache: the drafts are copied from the sequence itself. Good where answers quote, as in
-summaries, code edits and repetitions.
+Sources: arXiv 2304.04487, 2311.08252. It needs no model and no cache, since drafts are copied from the
+sequence itself. It is good for answers that quote: summaries, code edits and repetitions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvant.speculative.base import Ask, Proposer, Setting
 
 
 class NgramProposer:
-    """min_tokens, max_tokens: how many last tokens must, and at most may, have stood there before."""
+    """Drafts by prompt lookup. min_tokens, max_tokens: the least and most last tokens that must match."""
 
     taps: tuple[int, ...] = ()
 
@@ -24,24 +24,24 @@ class NgramProposer:
         self._min, self._max = min_tokens, max_tokens
 
     def zero(self, pages: Sequence[int]) -> None:
-        """It keeps nothing in pages."""
+        """Does nothing: this proposer has no pages."""
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
         return [look_up(ask.token_ids, ask.num_tokens, self._min, self._max) for ask in asks]
 
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
-        """Do nothing: the next `Ask` has all that it needs."""
+        """Does nothing: each `Ask` has all tokens."""
 
 
 def look_up(token_ids: Sequence[int], count: int, min_tokens: int, max_tokens: int) -> list[int]:
-    """Up to `count` tokens that followed the longest repeated end of `token_ids`, [] if none does.
+    """Returns up to `count` tokens after an earlier occurrence of the longest repeated suffix of `token_ids`.
 
-    Among places where equally many tokens agree, the last one that `count` tokens follow, else the
-    first.
+    The suffix must have min_tokens tokens, else [] is returned; more than max_tokens are not compared. Among
+    equally long matches, takes the last one that `count` tokens follow, else the first.
     """
     tokens = np.asarray(token_ids)
     last = len(tokens) - 1
-    places = np.flatnonzero(tokens[:last] == tokens[last])  # where an agreeing end would end
+    places = np.flatnonzero(tokens[:last] == tokens[last])  # ends of possible matches
     length, found = 1, places if min_tokens == 1 else places[:0]
     while len(places) and length < max_tokens:
         places = places[places >= length]

@@ -1,12 +1,12 @@
-"""What a DFlash drafter's checkpoint must hold, checked before any weight is loaded; no torch.
+"""Checks the tensors of a DFlash drafter's checkpoint before any weight is loaded; without torch.
 
 fc, hidden_norm             from the tapped hidden states to context features
 layers.N.self_attn.*        q_proj k_proj v_proj o_proj, q_norm k_norm, attention_sink_bias
 layers.N.mlp.*              gate_proj up_proj down_proj
 layers.N.*layernorm, norm
-embed_tokens, lm_head       optional: the target's serve where they are missing
+embed_tokens, lm_head       optional: the target's are used if they are missing
 d2t, t2d                    speculators' smaller vocabulary: token = number + d2t[number]
-mask_embedding              optional: what a masked place embeds to; MiMo ships mask_embedding.pt
+mask_embedding              optional: the embedding of masked positions; MiMo ships mask_embedding.pt
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class NetworkConfig:
-    """What the network needs that the geometry does not say."""
+    """Values of config.json that the network needs beside its geometry."""
 
     rms_norm_eps: float
     has_bias: bool
@@ -45,7 +45,7 @@ class NetworkConfig:
 
 
 def read_network(config: Mapping[str, Any]) -> NetworkConfig:
-    """The network's numbers; NotServable for a network that Kvant's would silently get wrong."""
+    """Reads the network's values. Raises NotServable for a network that Kvant would compute wrongly."""
     top = Fields(config)
     inner = top.inside("transformer_layer_config") or top
     dflash = top.inside("dflash_config")
@@ -76,7 +76,7 @@ def read_network(config: Mapping[str, Any]) -> NetworkConfig:
 def check_files(
     directory: Path, config: Mapping[str, Any], geometry: ModelGeometry, facts: DraftFacts
 ) -> None:
-    """BadCheckpoint for weights that are missing, of another shape, or that nothing would use."""
+    """Raises BadCheckpoint if weights are missing, have another shape, or would not be used."""
     _refuse_pickled_mask(directory)
     headers = read_headers(directory)
     if headers is None:
@@ -136,14 +136,14 @@ def _refuse_pickled_mask(directory: Path) -> None:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without the prefix that some exporters put in front."""
+    """Returns a tensor's name without the prefix "model." of some exporters."""
     return name.removeprefix("model.")
 
 
 def required_tensors(
     network: NetworkConfig, geometry: ModelGeometry, facts: DraftFacts
 ) -> dict[str, tuple[int, ...]]:
-    """Every tensor that must be there, by name."""
+    """Returns the shape of every required tensor, by name."""
     hidden, wide = geometry.hidden_size, network.intermediate_size
     needed: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, hidden * len(facts.target_layer_ids)),

@@ -1,4 +1,4 @@
-"""The drafter's network over its own pages: context in one pass, then a block that is filled.
+"""The DFlash drafter's network: writes context K and V to its own pages, then fills a block of masks.
 
     hidden states of the tapped layers --fc, hidden_norm--> context features
         --one matrix for all layers, k_norm, rotary--> K and V of every layer, into the pages
@@ -6,9 +6,9 @@
     [last token, mask, mask, ..] --embedding--> per layer: norm, q k v, write, attend, MLP
         --norm, head--> a token for every mask
 
-Context features skip a layer's input norm: hidden_norm normalised them once for all layers. The
-block's K and V are written past the end like any others, read without a causal mask, and
-overwritten when the tokens at those places are known.
+Context features skip each layer's input norm, because hidden_norm normalises them once for all layers. The
+block's K and V are written after the context and read without a causal mask. They are overwritten when
+the tokens at those positions are known.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROTARY_FIELDS = (
 
 
 class DraftNetwork:
-    """A drafter beside its target. pool: indexed by the target's page ids."""
+    """A drafter's weights and pages. pool: the drafter's K and V, indexed by the target's page ids."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class DraftNetwork:
         self._rotary = _rotary(draft.config, longest).to(target.device)
 
     def write_context(self, hidden: Sequence[Tensor], ran: Step) -> None:
-        """K and V of every layer for tokens that the target ran.
+        """Writes every draft layer's K and V of the T tokens that the target ran.
 
-        hidden: [T, hidden_size] of each tapped layer. ran: the step of those tokens.
+        hidden: [T, hidden_size] of each tapped layer. ran: the target's step with these tokens.
         """
         weights, first, kernels = self._weights, self._layers[0], self._kernels
         positions = ran.positions
@@ -91,10 +91,10 @@ class DraftNetwork:
             backend.write(cache, rotated, v[:, place], step)
 
     def fill(self, block: Tensor, steps: Mapping[bool, Step]) -> Tensor:
-        """The likeliest token at every place of the block(s): [N] int64 of the target's vocabulary.
+        """Returns the likeliest token at every position of the blocks, [N] int64 in the target's vocabulary.
 
-        block: [N] int64, for each sequence its last token and masks. steps: by whether a layer is
-        causal in the block, the same step otherwise. Writes the block's K and V.
+        block: [N] int64, for each sequence its last token and masks. steps: the step of these tokens for
+        layers that are causal within the block (True) or not (False). Writes the block's K and V.
         """
         weights, kernels = self._weights, self._kernels
         residual = self._embed(block)
@@ -110,7 +110,9 @@ class DraftNetwork:
         head = weights.head
         drafts = (self._target.score(x) if head is None else head(x)).argmax(-1)
         group = self._target.group
-        if group is not None and head is not None:  # the first rank's, however others round
+        if (
+            group is not None and head is not None
+        ):  # take rank 0's drafts: other ranks may round differently
             drafts = group.gather(drafts)[: len(drafts)]
         return drafts if weights.token_of is None else weights.token_of[drafts]
 
@@ -133,7 +135,7 @@ class DraftNetwork:
         )
         cache, backend = self._pool[layer.index], self._backends[layer.index]
         step = step.of(self._pool.group_of(layer.index))
-        # Written before attend: the block reads its own rows.
+        # Write before `attend`, because the block reads its own rows.
         backend.write(cache, k, v, step)
         params = AttentionParams(
             scale=layer.head_dim_k**-0.5, window=layer.window, sinks=weights.sinks
@@ -151,7 +153,7 @@ class DraftNetwork:
         return x.to(self._dtype)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, head_dim / 2] for absolute positions [T]: the second half repeats the first."""
+        """Returns cos and sin [T, head_dim / 2] of positions [T]; a head's second half would repeat them."""
         probe = torch.empty(0, dtype=self._dtype, device=positions.device)
         cos, sin = self._rotary(probe, positions[None])
         half = cos.shape[-1] // 2
@@ -159,13 +161,13 @@ class DraftNetwork:
 
 
 def _write_only(slots: Tensor, positions: Tensor) -> Step:
-    """A step without attention."""
+    """Returns a step that only writes K and V. slots, positions: [T] int64."""
     nothing = torch.zeros(1, dtype=torch.int32, device=slots.device)
     return Step(nothing, nothing[:0], nothing[None, :0], slots, positions, 0, 0)
 
 
 def _rotary(config: Mapping[str, Any], max_model_len: int) -> Any:
-    """transformers' own frequencies, every scaling it knows, fixed for the longest sequence."""
+    """Returns transformers' rotary embedding, with its scalings, fixed for the longest sequence."""
     section = config.get("transformer_layer_config") or config
     fields = {name: section[name] for name in _ROTARY_FIELDS if section.get(name) is not None}
     rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields))

@@ -1,4 +1,4 @@
-"""The DFlash proposer: the drafter's pages, its steps, and the drafts of several sequences at once."""
+"""The DFlash proposer: owns the drafter's pages and drafts for several sequences in one step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvant.speculative.dflash.weights import load_weights, make_weights
 
 
 class DFlashProposer:
-    """Drafts a block for each sequence in one pass over its context features.
+    """Drafts a block for each sequence in one pass of the drafter.
 
-    pool: K and V of the draft layers under the target's page ids. shares_arena: whether its pages are parts
-    of the target's, which are cleared with them.
+    pool: K and V of the draft layers under the target's page ids. shares_arena: the drafter's pages lie in
+    the target's arena and are cleared with the target's pages.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DFlashProposer:
 
     @torch.no_grad()
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """A block is the last token and as many masks as are asked for."""
+        """Fills one block per sequence: its last token and `num_tokens` masks. Returns the drafts."""
         step = self._step(asks)
         starts = np.cumsum([0, *(1 + ask.num_tokens for ask in asks)])
         tokens = np.full(starts[-1], -1, np.int64)
@@ -72,11 +72,11 @@ class DFlashProposer:
 
     @torch.no_grad()
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
-        """Write the drafter's context of a step into its pages. hidden: [T, hidden_size] for each tap."""
+        """Writes a step's context K and V into the drafter's pages. hidden: [T, hidden_size] for each tap."""
         self._network.write_context(hidden, step)
 
     def _step(self, asks: Sequence[Ask]) -> Step:
-        """The blocks of all sequences, packed."""
+        """Returns a step of the blocks of all sequences, concatenated."""
         page_size = self._page_size
         starts = np.array([len(ask.token_ids) - 1 for ask in asks])
         lengths = np.array([1 + ask.num_tokens for ask in asks])
@@ -89,7 +89,7 @@ class DFlashProposer:
             return torch.from_numpy(array.astype(dtype)).to(self._device)
 
         def addresses(group: int) -> tuple[Tensor, Tensor]:
-            """The page table and the slots of a group of pages."""
+            """Returns the page table [n, columns] int32 and the slots [N] int64 of a page group."""
             table = np.zeros((len(asks), -(-int(ends.max()) // page_size)), np.int32)
             for row, ask, end in zip(table, asks, ends.tolist(), strict=True):
                 count = -(-end // page_size)
@@ -111,13 +111,13 @@ class DFlashProposer:
 
 
 def _ordered(step: Step, *, causal: bool) -> Step:
-    """The step, through every group's pages, with this order inside of blocks."""
+    """Returns the step, for every page group, with or without a causal mask."""
     others = tuple(replace(other, causal=causal) for other in step.others)
     return replace(step, causal=causal, others=others)
 
 
 def build(setting: Setting) -> Proposer:
-    """Load the planned drafter beside its target."""
+    """Loads the planned drafter and allocates its pages, in the target's arena if the plan says so."""
     draft, target = setting.draft, setting.target
     assert draft is not None, "planning gives the method dflash a drafter"
     read = {} if setting.dummy_weights else read_scale_values(draft.path, draft.kv)

@@ -1,4 +1,4 @@
-"""A drafter's weights on a device, checked files in, tensors by what they are out."""
+"""Loads a DFlash drafter's weights onto a device, after its files were checked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvant.speculative.dflash.files import (
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [out, in], bias [out] or None."""
+    """A linear layer. weight: [out, in]. bias: [out] or None."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -36,7 +36,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One draft layer. qkv: queries, keys and values in one matrix. sinks: [num_q_heads] or None."""
+    """The weights of one draft layer. qkv: q, k and v projections stacked. sinks: [num_q_heads] or None."""
 
     input_norm: Tensor
     qkv: Linear
@@ -51,12 +51,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DraftWeights:
-    """A drafter.
+    """All weights of a drafter.
 
-    context_kv: keys of all layers, then values of all layers, from context features.
-    context_k_norm: [num_layers, 1, head_dim]. embedding, head: None for the target's own.
-    token_of: [draft_vocab_size] int64, the target's token for each of the drafter's, None where they
-    are the same. mask_embedding: [hidden_size], or None for the mask token's own.
+    context_kv: the k projections of all layers, then the v projections, applied to context features.
+    context_k_norm: [num_layers, 1, head_dim]. embedding, head: None to use the target's.
+    token_of: [draft_vocab_size] int64, the target's token for each of the drafter's; None if they are
+    equal. mask_embedding: [hidden_size], or None to embed the mask token.
     """
 
     config: NetworkConfig
@@ -73,7 +73,7 @@ class DraftWeights:
 
 
 def load_weights(draft: PlannedDraft, device: torch.device) -> DraftWeights:
-    """Read the files that `check_files` accepts. Runs no code that comes with the checkpoint."""
+    """Reads weights from files that `check_files` accepts. Runs no code of the checkpoint."""
     check_files(draft.path, draft.config, draft.geometry, draft.facts)
     found = {}
     for path in find_weight_files(draft.path).paths:
@@ -84,7 +84,7 @@ def load_weights(draft: PlannedDraft, device: torch.device) -> DraftWeights:
 
 
 def make_weights(draft: PlannedDraft, device: torch.device) -> DraftWeights:
-    """Small random numbers in the place of what must be in the files: for timings."""
+    """Returns small random weights instead of the files' required tensors, for timings."""
     config, dtype = read_network(draft.config), TORCH_COMPUTE[draft.kv.compute_dtype]
     generator = torch.Generator(device).manual_seed(0)
     made = {}
@@ -101,7 +101,7 @@ def _weights(draft: PlannedDraft, tensors: _Tensors) -> DraftWeights:
     kv = [f"{at}.self_attn.{side}_proj" for side in "kv" for at in layers]
     fc = tensors.linear("fc")
     if fc.weight.dtype is torch.float16:
-        # Hidden states reach 25,000 and more: their products with fc need a wider range than half's.
+        # Hidden states reach 25,000 and more: their products with fc can exceed float16's range.
         fc = Linear(tensors.tensor("fc.weight").float())
     return DraftWeights(
         config=config,
@@ -136,7 +136,7 @@ def _layer(tensors: _Tensors, at: str) -> LayerWeights:
 
 
 class _Tensors:
-    """Tensors by plain name; floating ones come in `dtype`."""
+    """Tensors of a checkpoint by plain name; floating-point tensors are converted to `dtype`."""
 
     def __init__(
         self, found: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
@@ -159,7 +159,7 @@ class _Tensors:
         return Linear(self.tensor(f"{name}.weight"), self.find(f"{name}.bias"))
 
     def stacked(self, names: list[str]) -> Linear:
-        """Several matrices of one input as one."""
+        """Returns several linear layers with a common input as one, their outputs concatenated."""
         parts = [self.linear(name) for name in names]
         biases = [part.bias for part in parts if part.bias is not None]
         return Linear(
@@ -168,7 +168,7 @@ class _Tensors:
 
 
 def _token_of(draft: PlannedDraft, tensors: _Tensors) -> Tensor | None:
-    """The drafter's vocabulary in the target's numbers. d2t holds distances: token = i + d2t[i]."""
+    """Returns the target's token of each draft token, or None. d2t holds offsets: token = i + d2t[i]."""
     distances = tensors.find("d2t")
     if distances is None:
         return None
@@ -182,7 +182,7 @@ def _token_of(draft: PlannedDraft, tensors: _Tensors) -> Tensor | None:
 
 
 def _mask_embedding(draft: PlannedDraft, tensors: _Tensors) -> Tensor | None:
-    """From the checkpoint, or from a file of its own beside it."""
+    """Returns the mask embedding [hidden_size] from a file of its own, else from the checkpoint, or None."""
     path = draft.path / MASK_EMBEDDING_FILE
     if not path.is_file():
         return tensors.find("mask_embedding")

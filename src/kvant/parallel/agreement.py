@@ -1,4 +1,4 @@
-"""The plan that every rank makes for itself, and the hash by which they know that it is the same one."""
+"""Lets every rank make its own plan, and check by a hash that it equals rank 0's plan."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvant.plan.read_facts import read_facts
 
 
 def plan_fingerprint(plan: Plan) -> str:
-    """A hash of everything in which ranks must agree: formats, pages, backends, forward, files, versions.
+    """Returns a hash of everything in which ranks must agree: formats, pages, backends, files, versions.
 
-    Memory is not part of it, as rank 0 decides how many pages there are.
+    It excludes memory, because rank 0 chooses the number of pages for all ranks.
     """
     target, request = plan.target, plan.request
     facts = [
@@ -37,11 +37,11 @@ def plan_fingerprint(plan: Plan) -> str:
 
 
 def _cut(plan: Plan) -> list[list[int | None]]:
-    """Where pages of each group lie."""
+    """Returns how the arena is divided: window, page bytes and pages per superblock of each group."""
     groups = () if plan.layout is None else plan.layout.groups
     return [[group.window, group.page_bytes, group.per_superblock] for group in groups]
 
 
 def own_plan(config: EngineConfig) -> Plan:
-    """The plan of a rank that is not rank 0; memory is not measured."""
+    """Returns the plan of a rank other than rank 0, without measuring memory."""
     return make_plan(config.plan, read_facts(config.plan, weights=not config.dummy_weights))

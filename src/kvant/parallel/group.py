@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from kvant.parallel.symmetric import SymmetricSums
 
 TIMEOUT = timedelta(seconds=600)
-"""Limit of one collective, longer than any step. `kvant.parallel.ranks` finds ranks that died or hang."""
+"""Time limit of one collective, longer than any step. `kvant.parallel.ranks` detects lost ranks sooner."""
 
 _SUMMED_OVER_NVLINK = (torch.bfloat16, torch.float16, torch.float32)
 
 _LEAVE_SECONDS = 5.0
 _ONE_SHOT_BYTES = 256 * 1024
-"""Larger sums on more than two ranks go in two shots, which move fewer bytes."""
+"""Larger sums on more than two ranks use reduce-scatter and all-gather, which move fewer bytes."""
 
 
 LOOPBACK = "127.0.0.1"
 
 
 def open_store(meet: str, size: int) -> Any:
-    """A store of addresses. meet: a directory, or HOST:PORT of rank 0's store for ranks of torchrun."""
+    """Opens the store where ranks exchange addresses. meet: a directory, or HOST:PORT of rank 0's store."""
     made: Any = dist
     if meet.startswith("/"):
         return made.FileStore(f"{meet}/store", size)
@@ -46,7 +46,7 @@ def open_store(meet: str, size: int) -> Any:
 
 
 class RankGroup:
-    """The collectives of one rank. `connect` meets the others; before that nothing can be summed."""
+    """The collectives of one rank. Call `connect`, which waits for the other ranks, before any sum."""
 
     def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard = shard
@@ -56,10 +56,10 @@ class RankGroup:
         self._is_alone = self._is_together = False
 
     def connect(self, store: Any, width: int, dtype: torch.dtype, address: str = LOOPBACK) -> None:
-        """Meet the other ranks in a store (`open_store`). Waits for all of them.
+        """Connects to the other ranks through a store (`open_store`). Waits for all of them.
 
-        width, dtype: of the rows that forwards sum. address: of this machine for the others, where ranks
-        may be on several.
+        width, dtype: of the rows that forwards sum. address: this machine's address, for ranks on other
+        machines.
         """
         made: Any = dist  # some of its names have no types
         rank, size = self.shard.rank, self.shard.size
@@ -86,9 +86,9 @@ class RankGroup:
             self._symmetric.check()
 
     def abort(self, _reason: str) -> None:
-        """Break off collectives that wait for a lost rank; any thread may call it.
+        """Aborts collectives that wait for a lost rank. Any thread may call it.
 
-        gloo notices by itself that a connection ended. NCCL's kernels would wait for ever.
+        gloo detects closed connections itself. NCCL's kernels would wait for ever.
         """
         if self._symmetric is not None:
             self._symmetric.break_off()
@@ -96,23 +96,23 @@ class RankGroup:
             self._backend._get_backend(self._device).abort()
 
     def close(self) -> None:
-        """Leave the group. On a GPU another engine of this process may then have ranks."""
+        """Leaves the group. On a GPU, another engine of this process may have ranks afterwards."""
         if self._backend is not None and self._device.type != "cpu" and dist.is_initialized():
             self._symmetric = None
-            # NCCL waits for recorded steps to be freed, which a kernel without its peers may hold for ever.
+            # NCCL waits until recorded steps are freed. A kernel that waits for lost ranks may prevent that.
             leaving = threading.Thread(target=self._leave, daemon=True)
             leaving.start()
             leaving.join(_LEAVE_SECONDS)
         self._backend = None
 
     def _leave(self) -> None:
-        # The other ranks have ended: what waits for them would wait for ever.
+        # The other ranks have ended: collectives that wait for them would never end.
         self._backend._get_backend(self._device).abort()
         dist.destroy_process_group()
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, every rank runs the same step. Outside, a forward would wait for ranks that do not come."""
+        """Allows collectives inside the block: the caller must make every rank run the same step there."""
         self._is_together = True
         try:
             yield
@@ -121,7 +121,7 @@ class RankGroup:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, nothing is sent: sums and gathers have the right shape and no meaning."""
+        """Makes collectives inside the block local: results have the right shape but wrong values."""
         self._is_alone = True
         try:
             yield
@@ -129,7 +129,7 @@ class RankGroup:
             self._is_alone = False
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
+        """Returns the sum of all ranks' x [..], added in float32 in the order of ranks: equal everywhere."""
         if self._is_alone or x.numel() == 0:
             return x
         self._check_together()
@@ -145,9 +145,10 @@ class RankGroup:
     def sum_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """`sum`, an addition to `residual` in place, and an RMS norm in one launch; None if there is none.
+        """Sums x, adds the sum to `residual` in place and applies an RMS norm, all in one launch.
 
-        x, residual: [n, width]. Returns the normed rows, and `residual`.
+        x, residual: [n, width]. weight: [width]. Returns the normed rows and `residual`, or None if no kernel
+        does this in one launch; then nothing has happened.
         """
         if (
             self._symmetric is None
@@ -160,7 +161,7 @@ class RankGroup:
         return self._symmetric.sum_add_norm(x.contiguous(), residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
+        """Returns all ranks' x [.., n] concatenated in the order of ranks, [.., size * n]."""
         if self._is_alone or x.numel() == 0:
             return torch.cat([x] * self.shard.size, -1)
         self._check_together()
@@ -182,13 +183,13 @@ class RankGroup:
         return parts
 
     def _gather_on_device(self, x: Tensor) -> Tensor:
-        """[size, ..]."""
+        """Returns all ranks' x as one tensor [size, ..]."""
         parts = x.new_empty((self.shard.size, *x.shape))
         dist.all_gather_into_tensor(parts.view(-1), x.view(-1))
         return parts
 
     def _sum_in_two(self, x: Tensor) -> Tensor:
-        """Each rank sums its part of all, then all parts go to all ranks: same order, same bits."""
+        """Sums by all-to-all, a local sum of one part per rank, and all-gather: equal bits on all ranks."""
         size, flat = self.shard.size, x.reshape(-1)
         width = -(-flat.numel() // size)
         if width * size != flat.numel():
@@ -202,7 +203,7 @@ class RankGroup:
 
 
 def _added_on_device(parts: Tensor) -> Tensor:
-    """parts [size, ..] -> their sum [..], in their dtype."""
+    """Returns the sum [..] of parts [size, ..] in their dtype, added in order in float32 or wider."""
     if parts.dtype is torch.float64:
         return _added(parts)
     from kvant.parallel.triton_sums import added
@@ -211,13 +212,13 @@ def _added_on_device(parts: Tensor) -> Tensor:
 
 
 def _all_see_each_other(size: int) -> bool:
-    """Whether each of the first `size` GPUs can write the others' memory."""
+    """Returns whether each of the first `size` GPUs can write the others' memory."""
     gpus = range(torch.cuda.device_count())[:size]
     return all(torch.cuda.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b)
 
 
 def _added(parts: Tensor | list[Tensor]) -> Tensor:
-    """Parts one after another in float32, or wider for wider numbers."""
+    """Returns the sum of the parts, added in order in float32, or in float64 for float64 parts."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total = parts[0].to(wide)
     for part in parts[1:]:

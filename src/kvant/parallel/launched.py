@@ -1,8 +1,8 @@
-"""Ranks that torchrun started, on one machine or several, or anything that sets its variables.
+"""Ranks on one or more machines, started by torchrun or by any launcher that sets its variables.
 
 Rank 0 serves. It puts a port and a secret into the launcher's store. Each other process reads them there,
 connects twice, and starts a `rank_process` that gets the two connections. When the engine ends, the process
-waits for the next one, which has another secret.
+waits for the next engine, which has another secret.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvant.parallel.messages import Hello, encode, read_hello
 from kvant.parallel.ranks import spawn
 
 GATHER_SECONDS = 600.0
-"""Time in which all ranks must have come."""
+"""Time within which all ranks must have connected."""
 RETURN_SECONDS = 120.0
-"""Time after which a rank whose engine has ended waits for no next one."""
+"""Time for which a rank whose engine has ended waits for the next engine."""
 
 _HELLO_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process among those of a launcher. place: its number on this machine, and its GPU there."""
+    """This process among those of a launcher. place: its rank on this machine, and its GPU's index.
+
+    host, port: of the launcher's store. has_store: the launcher keeps that store; else rank 0 does.
+    """
 
     rank: int
     size: int
@@ -55,7 +58,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str], size: int) -> Launch:
-    """The variables of torchrun. size: of the engine. Raises BadValue."""
+    """Reads torchrun's variables. size: the engine's number of ranks. Raises BadValue if they do not fit."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if not environ.get(name)]
     way_out = WayOut(
@@ -86,7 +89,7 @@ def read_launch(environ: Mapping[str, str], size: int) -> Launch:
 
 
 def _store(launch: Launch, *, is_master: bool) -> Any:
-    """torchrun's own store; without one, rank 0's at the same address."""
+    """Opens torchrun's store or, if it has none, rank 0's store at the same address."""
     import torch.distributed as dist
 
     made: Any = dist  # some of its names have no types
@@ -105,14 +108,14 @@ class RemoteRank:
         self.link: Connection[bytes, bytes] = Connection(link.detach())
 
     def kill(self) -> None:
-        """Break its connections, with which it ends."""
+        """Closes the rank's connections, which ends it."""
         for one in self._sockets:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns 0: the launcher waits for it. With a timeout, ends it and raises TimeoutExpired."""
+        """Returns 0, since the launcher waits for the process. With a timeout, ends it and raises."""
         if timeout is None:
             return 0
         self.kill()
@@ -121,9 +124,10 @@ class RemoteRank:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All other ranks. address: of this machine for them. meet, store: for collectives.
+    """The connections to all other ranks. address: this machine's address for them.
 
-    known: the launcher's store, which must live as long as the engine if rank 0 keeps it.
+    meet, store: where collectives connect. known: the launcher's store, which must live as long as the engine
+    if rank 0 keeps it.
     """
 
     joined: tuple[RemoteRank, ...]
@@ -134,7 +138,7 @@ class Gathered:
 
 
 def gather(launch: Launch) -> Gathered:
-    """Rank 0: wait for all other ranks. Raises EngineFault if they do not come."""
+    """Waits, as rank 0, until all other ranks are connected. Raises EngineFault after GATHER_SECONDS."""
     import torch.distributed as dist
 
     made: Any = dist
@@ -173,7 +177,7 @@ def gather(launch: Launch) -> Gathered:
 
 
 def _heard(found: socket.socket, secret: str) -> Hello | None:
-    """What a connection says first; None unless it knows the secret."""
+    """Returns a connection's first message, or None if it lacks the secret or is no valid message."""
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     found.settimeout(_HELLO_SECONDS)
     try:
@@ -196,7 +200,7 @@ def _exactly(found: socket.socket, size: int) -> bytes:
 
 
 def join(launch: Launch) -> int:
-    """Be a rank of one engine after another; the exit code once no next one comes."""
+    """Serves as a rank of one engine after another. Returns the exit code when no further engine comes."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         return _join(launch)
@@ -215,7 +219,7 @@ def _join(launch: Launch) -> int:
                 told = known.get(_KEY).decode()
         if told is None:
             known = None
-        # What an engine that has ended left there leads nowhere.
+        # The address of an engine that has ended may still be in the store.
         sockets = None if told in (None, seen) else _connected(launch, json.loads(told))
         if told is None or sockets is None:
             time.sleep(_PAUSE_SECONDS)
@@ -236,7 +240,7 @@ def _join(launch: Launch) -> int:
 def _connected(
     launch: Launch, told: Mapping[str, Any]
 ) -> tuple[socket.socket, socket.socket] | None:
-    """The two connections to rank 0; None if it does not listen."""
+    """Opens the two connections to rank 0. Returns None if it does not listen."""
     made: list[socket.socket] = []
     try:
         for is_pulse in (False, True):

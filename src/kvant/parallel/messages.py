@@ -1,7 +1,7 @@
-"""What travels between rank 0 and another rank: msgpack, strictly typed, and arrays of steps.
+"""Messages between rank 0 and another rank: strictly typed msgpack, and arrays of steps.
 
-The sockets and the memory are inherited; only these processes have them. Ranks of torchrun come over TCP
-and prove that they know a secret (`kvant.parallel.launched`). What rank 0 sends begins with a
+The sockets and the shared memory are inherited, so no other process has them. Ranks of torchrun connect over
+TCP and prove that they know a secret (`kvant.parallel.launched`). A message from rank 0 begins with a 64-bit
 word that tells arrays (`kvant.parallel.mirror`) from msgpack.
 """
 
@@ -20,10 +20,10 @@ from kvant.plan.settings import Settings
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Become one rank of an engine. fingerprint: `plan_fingerprint` of rank 0's plan.
+    """Tells a process to become one rank of an engine. fingerprint: `plan_fingerprint` of rank 0's plan.
 
-    max_num_seqs: rows of the row table. gpu: the device's index, None on a CPU. meet: where ranks
-    meet, see `kvant.parallel.group.open_store`. num_threads: torch's on a CPU.
+    max_num_seqs: rows of the row table. gpu: the device's index, None on a CPU. meet: the argument of
+    `kvant.parallel.group.open_store`. num_threads: torch's threads on a CPU.
     """
 
     settings: Settings
@@ -37,7 +37,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """What a rank of torchrun says first on each of its two connections. secret: rank 0's, from the store."""
+    """The first message of a torchrun rank on each of its two connections. secret: read from the store."""
 
     secret: str
     rank: int
@@ -46,11 +46,11 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Connect(msgspec.Struct, frozen=True, tag="connect", array_like=True):
-    """Meet the other ranks and make the pool."""
+    """Tells a rank to connect to the other ranks and make its pool."""
 
 
 class Capture(msgspec.Struct, frozen=True, tag="capture", array_like=True):
-    """`ModelRunner.capture`."""
+    """Tells a rank to call `ModelRunner.capture` with these arguments."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -59,55 +59,55 @@ class Capture(msgspec.Struct, frozen=True, tag="capture", array_like=True):
 
 
 class CountSaturated(msgspec.Struct, frozen=True, tag="count", array_like=True):
-    """Answer with `Counted`."""
+    """Asks a rank for `Counted`."""
 
 
 class Propose(msgspec.Struct, frozen=True, tag="propose", array_like=True):
-    """`ModelRunner.propose`."""
+    """Tells a rank to call `ModelRunner.propose`."""
 
     asks: Sequence[SentAsk]
 
 
 class KeepPages(msgspec.Struct, frozen=True, tag="keep", array_like=True):
-    """Make the tiers of the plan; answer with `KeepsPages`. identity: of rank 0's files, None without any."""
+    """Tells a rank to make the plan's tiers and to answer `KeepsPages`. identity: of rank 0's page files."""
 
     identity: dict[str, str] | None
 
 
 class StorePages(msgspec.Struct, frozen=True, tag="store", array_like=True):
-    """`Mover.store`. moves: (group, device page, host page)."""
+    """Tells a rank to call `Mover.store`. moves: (group, device page, host page)."""
 
     job: int
     moves: Sequence[tuple[int, int, int]]
 
 
 class LoadPages(msgspec.Struct, frozen=True, tag="load", array_like=True):
-    """`Mover.load`. moves: (group, device page, host page, checksums of all ranks' parts)."""
+    """Tells a rank to call `Mover.load`. moves: (group, device page, host page, all ranks' checksums)."""
 
     job: int
     moves: Sequence[tuple[int, int, int, bytes]]
 
 
 class ReadFiles(msgspec.Struct, frozen=True, tag="read", array_like=True):
-    """`Files.read`. reads: (group, hash, host page)."""
+    """Tells a rank to call `Files.read`. reads: (group, hash, host page)."""
 
     reads: Sequence[tuple[int, bytes, int]]
 
 
 class WriteFiles(msgspec.Struct, frozen=True, tag="write", array_like=True):
-    """`Files.write`. writes: (group, hash, host page, checksums of all ranks' parts)."""
+    """Tells a rank to call `Files.write`. writes: (group, hash, host page, all ranks' checksums)."""
 
     writes: Sequence[tuple[int, bytes, int, bytes]]
 
 
 class TouchFiles(msgspec.Struct, frozen=True, tag="touch", array_like=True):
-    """`Files.touch`. keys: (group, hash)."""
+    """Tells a rank to call `Files.touch`. keys: (group, hash)."""
 
     keys: Sequence[tuple[int, bytes]]
 
 
 class ForgetFiles(msgspec.Struct, frozen=True, tag="forget", array_like=True):
-    """`Files.forget` for each of these, or `Files.forget_own` without any. keys: (group, hash)."""
+    """Tells a rank to call `Files.forget` for each (group, hash), or `Files.forget_own` if keys is empty."""
 
     keys: Sequence[tuple[int, bytes]]
 
@@ -119,23 +119,23 @@ ToRank = (
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The rank's weights are on its device."""
+    """Says that the rank's weights are on its device."""
 
 
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """saturated: (layer index, values of K, values of V) of layers that could not hold some."""
+    """Saturated values of one rank. saturated: (layer index, count of K, count of V) of layers with any."""
 
     saturated: tuple[tuple[int, int, int], ...]
 
 
 class KeepsPages(msgspec.Struct, frozen=True, tag="keeps"):
-    """The rank's tiers are made. identity: of its files, None without any."""
+    """Says that the rank's tiers are made. identity: of its page files, None without any."""
 
     identity: dict[str, str] | None
 
 
 class PagesMoved(msgspec.Struct, frozen=True, tag="moved"):
-    """`Moved` of the rank's part of each page."""
+    """The result of `StorePages` or `LoadPages` for the rank's parts; see `Moved`."""
 
     job: int
     checksums: tuple[bytes | None, ...]
@@ -144,8 +144,8 @@ class PagesMoved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class FilesDone(msgspec.Struct, frozen=True, tag="files"):
-    """What became of parts of pages. reads: (group, hash, checksum or None, seconds). writes: (group, hash,
-    whether it was written). num_bad: parts so far that were not what they should be.
+    """Finished reads and writes of the rank's parts. reads: (group, hash, checksum or None, seconds).
+    writes: (group, hash, whether it was written). num_bad: parts with wrong contents so far.
     """
 
     reads: tuple[tuple[int, bytes, bytes | None, float], ...]
@@ -154,7 +154,7 @@ class FilesDone(msgspec.Struct, frozen=True, tag="files"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The rank ends. text: why."""
+    """Says that the rank ends. text: the reason."""
 
     text: str
 
@@ -164,11 +164,11 @@ FromRank = Answer | PagesMoved | FilesDone | Failed
 
 
 SUM_BYTES = 16
-"""Size of the checksum of a rank's part of a page, see `kvant.kv.offload.page_files`."""
+"""Bytes of the checksum of a rank's part of a page; see `kvant.kv.offload.page_files`."""
 
 
 def part_of(checksums: bytes, rank: int) -> bytes:
-    """Returns the checksum of a rank's part. checksums: of all ranks, one behind the other."""
+    """Returns the checksum of a rank's part. checksums: those of all ranks, concatenated."""
     return checksums[SUM_BYTES * rank : SUM_BYTES * (rank + 1)]
 
 
@@ -181,29 +181,29 @@ def encode_to_rank(message: ToRank) -> bytes:
 
 
 def read_to_rank(data: bytes) -> ToRank | NDArray[np.int64]:
-    """A message, or the array of a step or of pages to zero. Raises msgspec.ValidationError."""
+    """Decodes a message, or an array of a step or of pages to zero. Raises msgspec.ValidationError."""
     if int.from_bytes(data[:8], sys.byteorder) in (STEP, ZERO):
         return np.frombuffer(bytearray(data), np.int64)
     return _TO_RANK.decode(memoryview(data)[8:])
 
 
 def read_from_rank(data: bytes) -> FromRank:
-    """Raises msgspec.ValidationError."""
+    """Decodes a rank's message. Raises msgspec.ValidationError."""
     return _FROM_RANK.decode(data)
 
 
 def read_start(data: bytes) -> Start:
-    """Raises msgspec.ValidationError."""
+    """Decodes the first message to a rank. Raises msgspec.ValidationError."""
     return msgspec.msgpack.decode(data, type=Start)
 
 
 def read_hello(data: bytes) -> Hello:
-    """Raises msgspec.DecodeError."""
+    """Decodes the first message of a torchrun rank. Raises msgspec.DecodeError."""
     return msgspec.msgpack.decode(data, type=Hello)
 
 
 def _plain(value: object) -> int:
-    """Numbers of numpy among lists."""
+    """Converts numpy's integers, which msgspec does not encode."""
     if isinstance(value, np.integer):
         return int(value)
     raise NotImplementedError(f"a {type(value).__name__} is not sent")

@@ -1,8 +1,8 @@
-"""A step as data: what rank 0 sends of a schedule, and the schedule that other ranks make of it.
+"""Steps as data: rank 0 sends the part of a schedule that a launch needs; other ranks rebuild the schedule.
 
-Other ranks keep a row table whose rows equal rank 0's, as far as a launch reads them. Page ids travel as
-changes; sampling parameters and seeds travel when a row gets a new sequence. A step is one array of int64,
-which is copied to the other ranks as it lies: nothing is encoded, and a step that only goes on is short.
+Other ranks keep a row table that equals rank 0's in all fields that a launch reads. Page ids are sent as
+changes. Sampling parameters and seeds are sent when a row gets a new sequence. A step is one int64 array,
+copied to the other ranks without encoding. A step of plain decodes is short.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvant.speculative.base import Ask
 
 _Name = Literal["int32", "int64", "float64"]
 _NAMES: dict[Any, _Name] = {np.dtype(name): name for name in get_args(_Name)}
-"""numpy makes the name of a dtype anew each time it is asked."""
+"""Names of dtypes, since numpy rebuilds a dtype's name on every access."""
 
 STEP, ZERO = 1, 2
-"""First words of arrays that are sent, see `kvant.parallel.messages`."""
+"""First words of sent arrays, which tell steps from pages to zero; see `kvant.parallel.messages`."""
 
 _HEAD = 15
 _WORDS = struct.Struct(f"{_HEAD}q")
@@ -34,7 +34,7 @@ _LIMITS, _MAX_DRAFTS, _NEEDS_HOST, _DRAFTS = 1, 2, 4, 8
 
 
 class Numbers(msgspec.Struct, frozen=True, array_like=True):
-    """An array as bytes in native order. dtype: numpy's name."""
+    """An array as bytes in native byte order. dtype: numpy's name of it."""
 
     dtype: _Name
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, tag="table"):
-    """A whole row table: its size as `RowTable` takes it, and the arrays that launches read."""
+    """A whole row table. size: the arguments of `RowTable`. The arrays: the ones that launches read."""
 
     size: tuple[int, int, int]
     pages: Numbers
@@ -61,7 +61,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True, tag="table"):
 
 
 class Sender:
-    """Rank 0's side. Reads a table's log; empties it unless `log_has_reader`, who does it then."""
+    """Rank 0's side. Reads a row table's log, and empties it unless the log has another reader."""
 
     def __init__(self) -> None:
         self._table: RowTable | None = None
@@ -69,7 +69,7 @@ class Sender:
         self._end, self._is_new = 0, False
 
     def table(self, table: RowTable, *, log_has_reader: bool) -> Table | None:
-        """What must be sent in front of `step`: a table that was not sent before, else None."""
+        """Returns the table to send before `step` if it was not sent yet, else None."""
         if table is self._table:
             return None
         self._table, self._is_new = table, True
@@ -84,9 +84,9 @@ class Sender:
         self, schedule: Schedule, table: RowTable, drafts: Drafts | None, *, log_has_reader: bool,
         cleared: Items[Items[int]] = (),
     ) -> NDArray[np.int64]:  # fmt: skip
-        """A schedule without its sequences, as `Receiver.step` takes it; valid until the next call.
+        """Returns a schedule as an int64 array for `Receiver.step`, valid until the next call.
 
-        cleared: its pages to zero.
+        cleared: pages of each group to zero before the step.
         """
         changes = [] if self._is_new or table.log is None else table.log
         self._is_new = False
@@ -166,7 +166,7 @@ class Sender:
 
 
 class _Reader:
-    """Takes one array after another from what `Sender.step` made; they are views of it."""
+    """Takes one part after another, as views, from an array made by `Sender.step`."""
 
     def __init__(self, sent: NDArray[np.int64]) -> None:
         self._sent, self._end = sent, _HEAD
@@ -177,21 +177,22 @@ class _Reader:
 
 
 class Receiver:
-    """The side of other ranks: their row table, and schedules over it."""
+    """The side of other ranks: keeps their row table and rebuilds schedules."""
 
     def __init__(self) -> None:
         self.table = RowTable(0, 0)
 
     def take(self, sent: Table) -> None:
-        """Have a table from now on."""
+        """Replaces the row table by one that rank 0 sent."""
         self.table = table = RowTable(*sent.size)
         table.pages[:], table.sampling[:] = sent.pages.array, sent.sampling.array
         table.seeds[:], table.num_prompt[:] = sent.seeds.array, sent.num_prompt.array
 
     def step(self, sent: NDArray[np.int64]) -> tuple[Schedule, Drafts | None]:
-        """Update the table; return the schedule, whose sequences know only what a launch asks, and drafts.
+        """Updates the table and returns the schedule and its drafts.
 
-        sent: what `Sender.step` made; the schedule has views of it.
+        sent: made by `Sender.step`; the schedule has views of it. The schedule's sequences have only the
+        attributes that a launch reads.
         """
         (
             _, count, prefills, num_drafts, flags, num_known, num_tokens, num_drafted, num_changes,
@@ -238,12 +239,12 @@ class Receiver:
         ), drafts  # fmt: skip
 
     def _change(self, heads: NDArray[np.int64], pages: list[int]) -> None:
-        """heads: row, first column and number of pages of each change."""
+        """Applies changes of page ids. heads: row, first column and number of pages of each change."""
         table, first = self.table, 0
         for row, start, length in heads.reshape(-1, 3).tolist():
             some = pages[first : first + length]
             table.pages[row, start : start + length] = some
-            if table.log is not None:  # of this rank's device
+            if table.log is not None:  # read by this rank's device state
                 table.log.append((row, start, some))
             first += length
 
@@ -253,7 +254,7 @@ def _pairs(flat: NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def sent_zero(pages: Items[Items[int]]) -> NDArray[np.int64]:
-    """`Runner.zero` as data: pages of each group."""
+    """Returns the arguments of `Runner.zero`, pages of each group, as an int64 array."""
     sizes = [len(some) for some in pages]
     return np.array(
         [ZERO, len(sizes), *sizes, *(page for some in pages for page in some)], np.int64
@@ -267,7 +268,7 @@ def read_zero(sent: NDArray[np.int64]) -> list[list[int]]:
 
 
 class _Known:
-    """What a launch asks of a sequence."""
+    """The attributes of a sequence that a launch reads. scored: prompt tokens, 0 without logprobs."""
 
     def __init__(self, token_ids: _Tokens, scored: int) -> None:
         self.token_ids = token_ids
@@ -276,7 +277,7 @@ class _Known:
 
 
 class _Tokens:
-    """Tokens of a sequence from position `first` on."""
+    """Some tokens of a sequence, indexed by position. first: the position of the first one."""
 
     def __init__(self, tokens: Items[int], first: int) -> None:
         self._tokens, self._first = tokens, first
@@ -292,11 +293,11 @@ class _Tokens:
 
 
 _NOTHING = _Known(_Tokens((), 0), 0)
-"""A sequence whose token a launched step finds."""
+"""A sequence whose newest token comes from a step in flight."""
 
 
 class SentAsk(msgspec.Struct, frozen=True, array_like=True):
-    """An `Ask` of a drafter. num_known: tokens of the sequence; newest: the last of them."""
+    """An `Ask` as it is sent. num_known: number of the sequence's tokens; newest: the last of them."""
 
     num_known: int
     newest: int
@@ -305,13 +306,13 @@ class SentAsk(msgspec.Struct, frozen=True, array_like=True):
 
 
 def asked(sent: SentAsk) -> Ask:
-    """What rank 0 asks the drafter of every rank."""
+    """Returns the `Ask` that rank 0 sent to the drafter of every rank."""
     tokens = _Newest(sent.num_known, sent.newest)
     return Ask(cast("Items[int]", tokens), sent.held, sent.num_tokens)
 
 
 class _Newest:
-    """Tokens of a sequence of which the newest is known."""
+    """The tokens of a sequence of which only the newest is known."""
 
     def __init__(self, count: int, newest: int) -> None:
         self._count, self._newest = count, newest

@@ -1,8 +1,8 @@
-"""Tiers of a divided model: rank 0 decides what lies where, and every rank keeps its part of each page.
+"""Tiers of a divided model: rank 0 decides where pages are kept, and every rank keeps its part of each page.
 
-A page has the same place in the host memory of all ranks, and the same name in their files. Its checksum is
-that of all parts, in the order of ranks. A page counts as stored or restored once every rank has its part;
-a part that cannot be had makes the page a missing one.
+A page has the same index in the host memory of all ranks, and the same name in their files. Its checksum is
+the concatenation of all parts' checksums, in the order of ranks. A page counts as stored or restored once
+every rank has its part. If one part is missing, the page counts as missing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _T = TypeVar("_T")
 
 
 def spread_pages(ranks: Ranks, files: PageFiles | None) -> Spread:
-    """What makes tiers of all ranks of rank 0's; the others make theirs from now on.
+    """Returns a function that extends rank 0's mover and files to all ranks, and starts the others' tiers.
 
-    files: of rank 0. Raises RankLost, also if a rank cannot have its host memory or its directory.
+    files: rank 0's page files. Raises RankLost, also if a rank cannot use its host memory or its directory.
     """
     ranks.send(KeepPages(None if files is None else files.identity.fields))
 
@@ -61,7 +61,7 @@ def spread_pages(ranks: Ranks, files: PageFiles | None) -> Spread:
 
 
 class RankedMover:
-    """The `Mover` of all ranks. own: of rank 0. Its methods raise RankLost."""
+    """A `Mover` that moves the parts of all ranks. own: rank 0's mover. Its methods raise RankLost."""
 
     def __init__(self, own: Mover, ranks: Ranks) -> None:
         self._own, self._ranks = own, ranks
@@ -70,11 +70,11 @@ class RankedMover:
 
     @property
     def page_bytes(self) -> Sequence[int]:
-        """Counts the parts of all ranks."""
+        """Bytes of a page of each group, summed over all ranks' parts."""
         return [self._size * size for size in self._own.page_bytes]
 
     def row(self, group: int, host_page: int) -> memoryview:
-        """The bytes of rank 0's part."""
+        """Returns the bytes of rank 0's part of a host page."""
         return self._own.row(group, host_page)
 
     def store(self, job: int, moves: Sequence[Move]) -> None:
@@ -101,7 +101,7 @@ class RankedMover:
 
 
 def _whole(parts: Mapping[int, Moved]) -> Moved:
-    """What all ranks did in one job."""
+    """Joins the results of all ranks for one job. parts: by rank."""
     ordered = [parts[rank] for rank in range(len(parts))]
     sums = zip(*(part.checksums for part in ordered), strict=True)
     return Moved(
@@ -113,16 +113,16 @@ def _whole(parts: Mapping[int, Moved]) -> Moved:
 
 
 def _joined(sums: Iterable[bytes | None]) -> bytes | None:
-    """The checksum of a page; None if a part is not there."""
+    """Joins the checksums of a page's parts; None if a part is missing."""
     found = list(sums)
     there = [one for one in found if one is not None]
     return b"".join(there) if len(there) == len(found) else None
 
 
 class RankedFiles:
-    """The `Files` of all ranks. own: of rank 0, by whose files all are judged. others: of the other ranks.
+    """The `Files` of all ranks. own: rank 0's files, which answer for all. others: the other ranks' files.
 
-    page_bytes: of rank 0's part of a page of each group. Methods that send raise RankLost.
+    page_bytes: bytes of rank 0's part of a page of each group. Methods that send raise RankLost.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class RankedFiles:
         for key, parts in _taken(self._reads, self._size):
             total = _joined(parts[rank][0] for rank in range(self._size))
             if total is None:
-                self._drop(key)  # what some ranks have is of no use
+                self._drop(key)  # parts of some ranks alone are of no use
             found.append((key, total, max(seconds for _, seconds in parts.values())))
         return found
 
@@ -260,6 +260,6 @@ def _emptied(queue: deque[_T]) -> list[_T]:
 
 
 def _taken(waiting: dict[Key, dict[int, _T]], size: int) -> list[tuple[Key, dict[int, _T]]]:
-    """What every rank has answered, which is removed."""
+    """Removes and returns the entries for which every rank has answered."""
     whole = [key for key, parts in waiting.items() if len(parts) == size]
     return [(key, waiting.pop(key)) for key in whole]

@@ -36,9 +36,10 @@ FromRank0 = StorePages | LoadPages | ReadFiles | WriteFiles | TouchFiles | Forge
 
 
 class PageParts:
-    """Does what rank 0 asks; a thread tells it what was done. say: sends to rank 0, from any thread.
+    """Moves this rank's parts of pages on rank 0's commands; a thread reports finished work to rank 0.
 
-    Raises DoesNotFit and NotServable where memory or the directory cannot be had.
+    say: sends a message to rank 0, from any thread. The constructor raises DoesNotFit or NotServable if the
+    memory or the directory cannot be used.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class PageParts:
         threading.Thread(target=self._tell, name="kvant-tell", daemon=True).start()
 
     def do(self, asked: FromRank0) -> None:
-        """Begin what rank 0 asks, after everything that was launched so far."""
+        """Starts one command of rank 0, ordered after all steps that were launched so far."""
         match asked:
             case StorePages(job, moves):
                 self._mover.store(job, [Move(*move) for move in moves])
@@ -96,7 +97,7 @@ class PageParts:
                     files.forget_own()
 
     def _tell(self) -> None:
-        """Until rank 0 is gone: tell what other threads finished."""
+        """Reports work that other threads finished, until rank 0 is gone."""
         try:
             while True:
                 self._bell.wait(60.0)

@@ -1,9 +1,9 @@
 """One rank's process: `python -P -m kvant.parallel.rank_process LINK PULSE [GPU]`, started by `Ranks`.
 
-LINK and PULSE are numbers of inherited sockets. Over the link come the settings and the memory through
-which steps arrive (`kvant.parallel.ring`). GPU is the place on this machine of a rank of torchrun: rank 0
-may be on another machine, and steps arrive over the link. Over the pulse the rank says every second that it
-lives; the end of the pulse means that rank 0 is gone, and this process ends too.
+LINK and PULSE are descriptors of inherited sockets. The link brings the settings and the shared memory of
+steps (`kvant.parallel.ring`). GPU is given for ranks of torchrun only. Their rank 0 may be on another
+machine, so steps arrive over the link. The rank writes to the pulse every second. If the pulse closes,
+rank 0 is gone, and this process ends too.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ if TYPE_CHECKING:
 
 PULSE_SECONDS = 1.0
 SPIN_SECONDS = 100e-6
-"""A rank on a GPU looks for its next step for so long without a pause: it then begins with rank 0."""
+"""Seconds for which a rank on a GPU polls for its next step without a pause, to start it with rank 0."""
 
 _log = logging.getLogger(__name__)
 
 
 class _Voice:
-    """What this rank says to rank 0, from any thread."""
+    """Sends this rank's messages to rank 0, from any thread."""
 
     def __init__(self, link: Connection[bytes, bytes]) -> None:
         self._link, self._lock = link, threading.Lock()
 
     def say(self, message: FromRank) -> None:
-        """Raises OSError if rank 0 is gone."""
+        """Sends a message. Raises OSError if rank 0 is gone."""
         with self._lock:
             self._link.send_bytes(encode(message))
 
@@ -79,9 +79,9 @@ class _Voice:
 
 
 def serve_rank(link: Connection[bytes, bytes], place: int | None = None) -> None:
-    """Be one rank until the link ends. Everything that goes wrong is sent as `Failed`, then raised.
+    """Serves as one rank until the link ends. Every error is sent as `Failed`, then raised.
 
-    place: on this machine, of a rank of torchrun.
+    place: the GPU's index on this machine, for a rank of torchrun.
     """
     voice = _Voice(link)
     try:
@@ -161,7 +161,7 @@ def _run(
     proposer: Proposer | None,
     keep: Callable[[KeepPages], PageParts],
 ) -> None:
-    """Run what rank 0 runs, and move the parts of pages that it moves."""
+    """Runs every step and command that rank 0 sends, and moves this rank's parts of pages."""
     receiver = Receiver()
     parts: PageParts | None = None
     while True:
@@ -181,7 +181,7 @@ def _run(
             case Propose(asks):
                 runner.propose([ask_of(ask) for ask in asks])
             case CountSaturated():
-                # A drafter's counts are those of rank 0, as it is replicated.
+                # Rank 0 counts for the drafter, which every rank holds whole.
                 counts = (
                     (one.spec.geometry.index, one.k, one.v) for one in runner.pool.saturated()
                 )
@@ -202,7 +202,7 @@ def _run(
 
 
 def _pulse(pulse: socket.socket) -> None:
-    """Say that this process lives, until rank 0 is gone."""
+    """Writes to the pulse every second; ends the process when rank 0 is gone."""
     try:
         while True:
             pulse.send(b".")
@@ -214,13 +214,13 @@ def _pulse(pulse: socket.socket) -> None:
 
 
 def own_address(fd: int) -> str:
-    """This machine's address on a TCP connection; the connection stays open."""
+    """Returns this machine's address on a TCP connection, which stays open. fd: its descriptor."""
     with socket.socket(fileno=os.dup(fd)) as known:
         return str(known.getsockname()[0])
 
 
 def main(link: int, pulse: int, place: int | None = None) -> int:
-    """Serve over inherited sockets; the exit code."""
+    """Serves as a rank over inherited sockets. Returns the exit code."""
     logging.basicConfig(stream=sys.stderr, format=f"kvant rank {os.getpid()}: %(message)s")
     beating = threading.Thread(target=_pulse, args=(socket.socket(fileno=pulse),), daemon=True)
     beating.start()

@@ -1,4 +1,4 @@
-"""The processes of ranks 1 and up, from outside: starts them, sends to them, notices when one is lost."""
+"""Rank 0's view of the other ranks' processes: starts them, sends to them, detects when one is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from kvant.parallel.messages import (
 from kvant.parallel.ring import LinkSender, Payload, Ring
 
 SILENT_SECONDS = 8.0
-"""A rank that has said nothing for so long is taken for hanging. It says every second that it lives."""
+"""A rank whose pulse is silent for this long counts as hanging. It beats every second."""
 
 _CHECK_SECONDS = 0.5
 _END_SECONDS = 2.0
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Process(Protocol):
-    """What is needed of a process, as `subprocess.Popen` has it."""
+    """The methods of `subprocess.Popen` that ranks need."""
 
     @property
     def pid(self) -> int: ...
@@ -59,12 +59,12 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
+        """Returns the exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         ...
 
 
 class Joined(Process, Protocol):
-    """A rank that was started elsewhere, with its two connections."""
+    """A rank that another launcher started, with its two connections."""
 
     @property
     def number(self) -> int: ...
@@ -78,9 +78,10 @@ class Joined(Process, Protocol):
 
 @dataclass(eq=False)
 class _Rank:
-    """A thread reads `link`. answers: what it read, and None at the end of the link, which is also `ended`.
+    """One other rank, whose `link` a thread reads. heard: `time.monotonic` of its last pulse.
 
-    last_words: why the rank ends, if it said so.
+    answers: messages that were read, then None when the link has ended. ended: set at that moment.
+    last_words: why the rank ends, if it sent a reason.
     """
 
     number: int
@@ -95,7 +96,7 @@ class _Rank:
 
 @dataclass(eq=False)
 class Told:
-    """What ranks say about pages unasked, each with the rank's number. ring: called after each."""
+    """Messages about pages that ranks send by themselves, with the rank's number. ring: called after each."""
 
     moved: deque[tuple[int, PagesMoved]] = field(default_factory=deque)
     files: deque[tuple[int, FilesDone]] = field(default_factory=deque)
@@ -103,10 +104,10 @@ class Told:
 
 
 class Ranks:
-    """Ranks 1 .. size - 1, in processes of their own. Not thread-safe, except for the watching inside.
+    """Ranks 1 .. size - 1, each in a process of its own, watched by a thread. Methods are not thread-safe.
 
-    on_loss: called once by another thread when a rank was lost; all ranks have been killed then. on_end:
-    called once all ranks have ended with the engine.
+    on_loss: called once when a rank was lost, maybe by the watching thread, after all ranks were killed.
+    on_end: called after all ranks have ended with the engine.
     """
 
     def __init__(
@@ -128,9 +129,9 @@ class Ranks:
         return [rank.process.pid for rank in self._ranks]
 
     def start(self, starts: Sequence[Start], joined: Sequence[Joined] = ()) -> None:
-        """Start a process for each; they load their weights from now on.
+        """Starts one process per entry of `starts`. The processes begin to load their weights.
 
-        joined: ranks that were started elsewhere, in their order.
+        joined: ranks that another launcher started, in the order of `starts`; used instead of new processes.
         """
         if joined:
             now = time.monotonic()
@@ -154,16 +155,16 @@ class Ranks:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def wait_loaded(self) -> None:
-        """Wait until the weights of all ranks are on their devices. Raises RankLost."""
+        """Waits until the weights of all ranks are on their devices. Raises RankLost."""
         for answer in self.answers():
             assert isinstance(answer, Loaded)
 
     def send(self, message: ToRank) -> None:
-        """To every rank. Raises RankLost."""
+        """Sends a message to every rank. Raises RankLost."""
         self._send(encode_to_rank(message))
 
     def send_array(self, numbers: NDArray[np.int64]) -> None:
-        """To every rank: what `kvant.parallel.mirror` made. Raises RankLost."""
+        """Sends an array made by `kvant.parallel.mirror` to every rank. Raises RankLost."""
         self._send(numbers)
 
     def _send(self, payload: Payload) -> None:
@@ -173,7 +174,7 @@ class Ranks:
             raise self._lost(self._ranks[broken])
 
     def answers(self) -> list[Answer]:
-        """One answer of every rank, in their order. Raises RankLost."""
+        """Returns one answer from every rank, in the order of ranks. Raises RankLost."""
         found = []
         for rank in self._ranks:
             answer = rank.answers.get()
@@ -183,11 +184,11 @@ class Ranks:
         return found
 
     def check(self) -> None:
-        """Raise RankLost if a rank was lost."""
+        """Raises RankLost if a rank was lost."""
         self._life.check()
 
     def explain(self, fault: BaseException) -> None:
-        """Raise RankLost if a collective's `fault` comes from a lost rank, which may be seen later."""
+        """Raises RankLost if a rank was lost, or is found lost soon after a collective raised `fault`."""
         end = time.monotonic() + _END_SECONDS
         while self._life.fault is None and time.monotonic() < end:
             time.sleep(0.02)
@@ -195,7 +196,7 @@ class Ranks:
             raise RankLost(self._life.fault) from fault
 
     def close(self) -> None:
-        """End all ranks and wait for them."""
+        """Ends all ranks and waits for their processes."""
         self._finalizer()
 
     def _lost(self, rank: _Rank) -> RankLost:
@@ -206,7 +207,7 @@ class Ranks:
 
 
 class _Life:
-    """Whether ranks are well, shared with the watching thread. fault: why not."""
+    """The ranks' common state, shared with the watching thread. fault: why a rank was lost, or None."""
 
     def __init__(self, on_loss: Callable[[str], None]) -> None:
         self.fault: str | None = None
@@ -215,12 +216,12 @@ class _Life:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise RankLost if a rank was lost."""
+        """Raises RankLost if a rank was lost."""
         if self.fault is not None:
             raise RankLost(self.fault)
 
     def lose(self, ranks: Sequence[_Rank], fault: str) -> None:
-        """Note the first fault; kill all ranks, since none can go on without the others."""
+        """Stores the first fault and kills all ranks, since none can go on without the others."""
         with self._lock:
             if self.fault is not None or self.is_closing:
                 return
@@ -232,10 +233,10 @@ class _Life:
 
 
 def spawn(link: socket.socket, pulse: socket.socket, *more: int) -> Process:
-    """Start a rank's process with its ends of the two sockets. more: arguments of `rank_process`."""
+    """Starts a rank's process with its ends of the two sockets. more: arguments of `rank_process`."""
     fds = link.fileno(), pulse.fileno()
     command = [sys.executable, "-P", "-m", "kvant.parallel.rank_process", *map(str, fds + more)]
-    # A session of its own: an interrupt at the terminal is for rank 0 alone.
+    # In a session of its own, so that an interrupt at the terminal reaches rank 0 only.
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -249,7 +250,7 @@ def _start(number: int) -> _Rank:
 
 
 def _watch(ranks: Sequence[_Rank], life: _Life) -> None:
-    """Until the end: listen to every rank's pulse. Before a rank's first pulse it may be silent."""
+    """Listens to every rank's pulse until the engine ends. A rank may be silent before its first pulse."""
     silent = {rank.number for rank in ranks}
     while life.fault is None and not life.is_closing:
         by_pulse = {rank.pulse: rank for rank in ranks}
@@ -291,13 +292,13 @@ def _death(rank: _Rank) -> str:
 
 
 def _last_words(rank: _Rank) -> str | None:
-    """What a rank sent before it ended, if it explained itself."""
+    """Returns the reason that a rank sent before it ended, or None. Waits for the end of its link."""
     rank.ended.wait(_END_SECONDS)
     return rank.last_words
 
 
 def _listen(ranks: Sequence[_Rank], life: _Life, told: Told) -> None:
-    """Until the end: read what ranks say."""
+    """Reads the messages of all ranks until the engine ends."""
     by_link = {rank.link: rank for rank in ranks}
     while by_link and not life.is_closing:
         try:
@@ -313,7 +314,7 @@ def _listen(ranks: Sequence[_Rank], life: _Life, told: Told) -> None:
 
 
 def _hear(rank: _Rank, told: Told) -> bool:
-    """Read one message of a rank. False at the end of its link."""
+    """Reads one message of a rank. Returns False at the end of its link."""
     try:
         said = read_from_rank(rank.link.recv_bytes())
     except (EOFError, OSError):
@@ -338,7 +339,7 @@ def _hear(rank: _Rank, told: Told) -> bool:
 def _end(
     ranks: Sequence[_Rank], life: _Life, directory: Path, owner: int, on_end: Callable[[], None]
 ) -> None:
-    """End processes that this process started: by closing their links, then by force."""
+    """Ends the ranks' processes by closing their links and, after _END_SECONDS, by killing them."""
     if os.getpid() != owner:
         return  # a fork has no ranks
     life.is_closing = True

@@ -1,8 +1,8 @@
-"""Short messages from rank 0 to the other ranks through memory that all of them map.
+"""A ring buffer in shared memory, through which rank 0 sends short messages to the other ranks.
 
-A write costs rank 0 no system call while ranks are awake: they look for the next message by themselves,
-first without a pause, then with short ones. A rank without work for a while blocks on its link, and rank 0
-wakes it there. Long messages take the link, too; the ring then holds their place in the order.
+While ranks are awake, a write needs no system call: they poll for the next message, first without a pause,
+then with short ones. A rank that is idle for a while blocks on its link, and rank 0 wakes it there. Long
+messages are sent over the link; an entry in the ring keeps their place in the order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SLOT_BYTES = 1 << 18
 NUM_SLOTS = 16
 
 IDLE_SECONDS = 0.05
-"""A rank that found nothing for so long blocks on its link."""
+"""Seconds of polling without a message after which a rank blocks on its link."""
 
 _NAP_SECONDS = 50e-6
 _BLOCK_SECONDS = 0.1
-"""A rank looks again after so long even if the call that wakes it was lost."""
+"""The longest wait on the link before a rank polls again, in case the wake-up was lost."""
 
 _LINE = 8  # words of a cache line: no two processes write to one
 _HEAD_BYTES = mmap.PAGESIZE
@@ -40,7 +40,7 @@ _lock = threading.Lock()
 
 
 def _fence() -> None:
-    """Let other processors see what was stored before anything that follows is loaded or stored."""
+    """A full memory barrier: orders all loads and stores before it before those after it."""
     with _lock:
         pass
     with _lock:
@@ -50,9 +50,9 @@ def _fence() -> None:
 class _Memory:
     """The mapped file: a page of counters, then the slots.
 
-    counters: word 0 is the number of messages written. The word `read(i)` is the number that reader i has
-    taken, and the word `asleep(i)` tells whether it must be woken. Each slot begins with its message's
-    length in bytes, -1 for one that takes the link.
+    counters: word 0 is the number of messages written. The word `read(i)` is the number of messages that
+    reader i has taken. The word `asleep(i)` is 1 while that reader must be woken. Each slot begins with its
+    message's length in bytes, -1 for a message that is sent over the link.
     """
 
     def __init__(self, fd: int) -> None:
@@ -73,7 +73,7 @@ class _Memory:
 
 
 class Ring:
-    """Rank 0's side. fd: of the memory, which readers map. check: raises once a reader was lost."""
+    """Rank 0's side of the ring. fd: descriptor of the shared memory. check: raises if a reader was lost."""
 
     def __init__(self, num_readers: int, check: Callable[[], None]) -> None:
         assert num_readers <= MOST_READERS
@@ -86,9 +86,9 @@ class Ring:
         self._asleep = [_Memory.asleep(reader) for reader in range(num_readers)]
 
     def send(self, payload: Payload, links: Sequence[Link]) -> int | None:
-        """Send to every reader; their links in their order. Waits while a reader is NUM_SLOTS behind.
+        """Sends to every reader. Waits while a reader is NUM_SLOTS messages behind.
 
-        Returns the reader whose link is broken, if there is one.
+        links: the readers' links, in order. Returns the index of a reader whose link is broken, or None.
         """
         memory, written = self._memory, self._written
         counters, slot = memory.counters, written % NUM_SLOTS
@@ -115,12 +115,12 @@ class Ring:
         return None
 
     def close_file(self) -> None:
-        """Readers have mapped it or got their own number of it; the memory goes with the last of them."""
+        """Closes the descriptor after every reader got its own. The last mapping keeps the memory alive."""
         os.close(self.fd)
 
 
 class RingReader:
-    """Another rank's side. fd: the ring's, which is closed. spin_seconds: to look without a pause."""
+    """Another rank's side. fd: its descriptor, which is closed. spin_seconds: to poll without a pause."""
 
     def __init__(self, fd: int, reader: int, link: Link, *, spin_seconds: float) -> None:
         self._memory = _Memory(fd)
@@ -131,7 +131,7 @@ class RingReader:
         self._long: deque[bytes] = deque()
 
     def receive(self) -> bytes:
-        """The next message. Raises EOFError or OSError once rank 0 has closed the link."""
+        """Waits for the next message. Raises EOFError or OSError once rank 0 has closed the link."""
         memory, count = self._memory, self._count
         if memory.counters[0] == count:
             self._wait(count)
@@ -164,16 +164,16 @@ class RingReader:
         counters[self._asleep] = 0
 
     def _take_from_link(self) -> None:
-        """Empty messages only wake."""
+        """Receives a long message. An empty message only wakes this rank and is dropped."""
         if data := self._link.recv_bytes():
             self._long.append(data)
 
 
 class LinkSender:
-    """`Ring` where ranks may be on other machines: each message takes every link."""
+    """Replaces `Ring` if ranks may be on other machines: sends each message over every link."""
 
     def send(self, payload: Payload, links: Sequence[Link]) -> int | None:
-        """As `Ring.send`."""
+        """Sends like `Ring.send`."""
         data = memoryview(cast("bytes", payload)).cast("B")
         for reader, link in enumerate(links):
             try:
@@ -190,5 +190,5 @@ class LinkReader:
         self._link = link
 
     def receive(self) -> bytes:
-        """As `RingReader.receive`."""
+        """Receives like `RingReader.receive`."""
         return self._link.recv_bytes()

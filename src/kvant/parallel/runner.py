@@ -1,4 +1,4 @@
-"""Rank 0's runner: tells the other ranks what to run, then runs its own part."""
+"""Rank 0's runner: sends each step to the other ranks, then runs its own part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvant.speculative.base import Ask
 
 
 class RankedRunner(ModelRunner):
-    """A `ModelRunner` of rank 0's part. Raises RankLost once another rank died or hangs."""
+    """The `ModelRunner` of rank 0. Its methods raise RankLost if another rank died or hangs."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class RankedRunner(ModelRunner):
         return WatchedRecorder(self.device, self.ranks.check)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        """Other ranks are told with the next step; at once if a proposer may write before it."""
+        """Clears pages here, and on other ranks with the next step; at once if there is a proposer."""
         if self._proposer is None:
             self._zeroed = pages
         else:
@@ -53,7 +53,7 @@ class RankedRunner(ModelRunner):
         super().zero(pages)
 
     def propose(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """Every rank runs a drafter with layers of its own; this one's drafts count."""
+        """Proposes drafts. A drafter with a model runs on every rank; rank 0's drafts are used."""
         if not self._taps:
             return super().propose(asks)
         sent = [SentAsk(len(a.token_ids), a.token_ids[-1], a.held, a.num_tokens) for a in asks]
@@ -81,7 +81,7 @@ class RankedRunner(ModelRunner):
 
         def read_if_well() -> Outcome:
             outcome = read()
-            self.ranks.check()  # a collective that was broken off leaves wrong numbers
+            self.ranks.check()  # an aborted collective leaves wrong values
             return outcome
 
         return replace(launched, read=read_if_well)
@@ -101,7 +101,7 @@ class RankedRunner(ModelRunner):
             super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts, told)
 
     def saturated(self) -> tuple[Saturated, ...]:
-        """Counts of all ranks, each of which stores some heads."""
+        """Returns counts summed over ranks, each of which stores some of the heads."""
         self.ranks.send(CountSaturated())
         of_draft = [one for one in super().saturated() if one.role is not self.pool.plan.role]
         found = {one.spec.geometry.index: one for one in self.pool.saturated()}

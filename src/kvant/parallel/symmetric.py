@@ -1,12 +1,12 @@
-"""Sums of few rows over NVLink in one launch, through memory that every rank can write.
+"""All-reduce of few rows over NVLink in one launch, through memory that every rank can write.
 
 Each rank writes its rows into every other rank's inbox, raises a flag there, waits for the others' flags, and
 adds the parts in float32 in the order of ranks. torch's own operations on symmetric memory add bfloat16
-in bfloat16. NVLink multicast is not used. `torch.distributed._symmetric_memory` is private; this is the one
-file that imports it.
+in bfloat16. NVLink multicast is not used. `torch.distributed._symmetric_memory` is private, and only this
+file imports it.
 
-Inboxes have two slots in turn. A rank that writes a slot again has the flag of the step between from every
-other rank, which raised it after it had read the slot. So one handshake per sum is enough.
+Sums use an inbox's two slots in turn. Before a rank writes a slot again, it has every other rank's flag of
+the sum in between. Each rank raised that flag after it had read the slot. So one handshake per sum is enough.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvant.kernels.triton.device import launches_ahead
 from kvant.models.sharding.shard import Shard
 
 MOST_ROWS = 128
-"""Rows of one sum. Larger sums go through NCCL."""
+"""Most rows of one sum. Larger sums go through NCCL."""
 
 _CHECKS = 3
 _SPINS = 4096
-"""Looks at a flag between two looks at whether the sum was broken off."""
+"""Reads of a flag between two checks whether the sum was aborted."""
 
 
 class SymmetricSums:
-    """Sums of x [n, width] of one dtype, n up to MOST_ROWS. Every rank makes one, with equal arguments."""
+    """Sums x [n, width] of one dtype, n up to MOST_ROWS. Every rank constructs it with equal arguments."""
 
     def __init__(self, shard: Shard, width: int, dtype: torch.dtype, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
@@ -55,7 +55,7 @@ class SymmetricSums:
         dist.barrier()  # flags are zero everywhere
 
     def takes(self, x: Tensor) -> bool:
-        """Whether x [.., width] can be summed here."""
+        """Returns whether x [.., width] has the width, dtype and number of rows that this sums."""
         return (
             x.dtype is self.dtype
             and x.shape[-1] == self.width
@@ -63,7 +63,7 @@ class SymmetricSums:
         )
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x [.., width], contiguous, as `RankGroup.sum`."""
+        """Returns the sum of all ranks' x [.., width], like `RankGroup.sum`. x: contiguous."""
         out = torch.empty_like(x)
         self._launch(x, out, out, out, 0.0, adds=False)
         return out
@@ -71,20 +71,20 @@ class SymmetricSums:
     def sum_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Sum x [n, width], add it to `residual` in place, and norm the result by its root mean square.
+        """Sums x [n, width], adds the sum to `residual` in place, and applies an RMS norm to the result.
 
-        Returns the normed rows and `residual`, as `Kernels.add_rms_norm` of the sum does.
+        Returns the normed rows and `residual`, like `Kernels.add_rms_norm` of the sum.
         """
         out = torch.empty_like(x)
         self._launch(x, residual, weight, out, eps, adds=True)
         return out, residual
 
     def break_off(self) -> None:
-        """Let kernels that wait for a lost rank end; their sums mean nothing. Any thread may call it."""
+        """Ends kernels that wait for a lost rank; their sums are wrong. Any thread may call it."""
         self._broken[0] = 1
 
     def check(self) -> None:
-        """Raise EngineFault unless sums are those of NCCL's gather, bit for bit. Every rank calls it."""
+        """Raises EngineFault unless sums equal those of NCCL's gather bitwise. Every rank must call it."""
         shard, device = self._shard, self._epochs.device
         generator = torch.Generator(device).manual_seed(shard.rank)
         for rows in (1, 5, MOST_ROWS):
@@ -109,7 +109,7 @@ class SymmetricSums:
         self, x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, adds: bool
     ) -> None:
         rows = x.numel() // self.width
-        # Products of several rows load no weight before their input is there.
+        # Launch the next product ahead for one row only: with more rows it loads no weights early.
         ahead = self._launches_ahead and rows == 1
         _sum_rows[(rows,)](
             x, residual, weight, out, self._epochs, self._peers, self._broken, eps,
@@ -125,7 +125,7 @@ def _sum_rows(x, residual, weight, out, epochs, peers, broken, eps,
               FLAG_BYTES: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
               ROWS: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr,
               SPINS: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    if AHEAD:  # the product behind loads weights while ranks meet
+    if AHEAD:  # the next product loads its weights while this kernel waits for other ranks
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
@@ -151,7 +151,7 @@ def _sum_rows(x, residual, weight, out, epochs, peers, broken, eps,
         if r != RANK:
             ahead = tl.atomic_add(flags + r * ROWS + row, 0, sem="acquire", scope="sys") - epoch
             spins = 0
-            while ahead < 0:  # of wrapping numbers
+            while ahead < 0:  # epochs may wrap, so compare their difference
                 ahead = tl.atomic_add(flags + r * ROWS + row, 0, sem="acquire", scope="sys") - epoch
                 spins += 1
                 if spins % SPINS == 0:  # noqa: SIM102  # "and" would load each time

@@ -1,4 +1,4 @@
-"""Rank 0's way from a plan to a runner: start the other ranks, load, meet."""
+"""Builds the ranks of one engine, as rank 0: starts the other ranks, then connects to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from kvant.plan.plan import Plan
 
 
 class Team:
-    """The ranks of one engine while it is built. group: rank 0's. num_pages: of every rank's pool."""
+    """The ranks of an engine that is being built. group: rank 0's collectives.
+
+    num_pages: superblocks of every rank's pool.
+    """
 
     def __init__(self, config: EngineConfig, planned: Plan, num_pages: int) -> None:
         size, gpu = planned.num_ranks, None
@@ -56,7 +59,10 @@ class Team:
         )  # fmt: skip
 
     def meet(self, model: LoadedModel) -> RankedRunner:
-        """The runner of this rank's loaded part. Waits for the other ranks; raises RankLost."""
+        """Waits for the other ranks, connects, and returns rank 0's runner. Raises RankLost.
+
+        model: rank 0's loaded part.
+        """
         self._ranks.wait_loaded()
         self._ranks.send(Connect())
         self.group.connect(self._store, model.hidden_size, model.dtype, self._address)
@@ -67,7 +73,7 @@ class Team:
 
 
 def _check_count(size: int, first: int) -> None:
-    """Raise NotServable if this machine has too few GPUs."""
+    """Raises NotServable if this machine has too few GPUs. first: the index of rank 0's GPU."""
     count = torch.cuda.device_count() - first
     if count < size:
         raise NotServable(

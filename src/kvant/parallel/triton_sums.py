@@ -1,4 +1,4 @@
-"""Parts of a sum that one GPU holds, added in float32 one after another."""
+"""A kernel that adds all ranks' parts, gathered on one GPU, in order and in float32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 
 def added(parts: Tensor) -> Tensor:
-    """parts [size, ..], contiguous -> their sum [..] in the parts' dtype."""
+    """Returns the sum [..] of parts [size, ..], contiguous, in the parts' dtype."""
     out = torch.empty_like(parts[0])
     count = out.numel()
     _added[(triton.cdiv(count, _BLOCK),)](parts, out, count, SIZE=len(parts), BLOCK=_BLOCK)

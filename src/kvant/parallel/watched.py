@@ -1,4 +1,4 @@
-"""Waits for a GPU that end when a rank is lost, and do not spin."""
+"""Waits for a GPU by polling, so that a wait ends when a rank is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvant.execution.recorder import CudaRecorder, Recorder
 from kvant.execution.runner import ModelRunner
 
 _NAP_SECONDS = 50e-6
-"""How long other ranks sleep between two looks."""
+"""Seconds for which ranks other than 0 sleep between two polls."""
 
 
 class WatchedMark:
-    """A `Mark` whose wait ends with the loss of a rank, too: kernels that wait for it may never end."""
+    """A `Mark` whose wait also ends when a rank is lost, since kernels that wait for it may never end."""
 
     def __init__(self, event: torch.cuda.Event, check: Callable[[], None], nap: float) -> None:
         self._event, self._check, self._nap = event, check, nap
@@ -24,7 +24,7 @@ class WatchedMark:
         self._event.record()
 
     def synchronize(self) -> None:
-        """Raises what `check` raises. Other threads may run meanwhile."""
+        """Waits for the mark; raises what `check` raises. Releases the interpreter lock between polls."""
         while not self._event.query():  # type: ignore[no-untyped-call]
             self._check()
             time.sleep(self._nap)
@@ -33,8 +33,8 @@ class WatchedMark:
 class WatchedRecorder(CudaRecorder):
     """A `CudaRecorder` that makes `WatchedMark`s.
 
-    nap: seconds between two looks. A processor that sleeps runs slower for a while after it: 0 keeps rank 0's
-    awake, as waiting for a device does without ranks.
+    nap: seconds between two polls. A core that slept runs slower for a while, so rank 0 polls with nap 0, as
+    an engine without ranks does.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None], nap: float = 0.0) -> None:
@@ -46,7 +46,7 @@ class WatchedRecorder(CudaRecorder):
 
 
 class FollowingRunner(ModelRunner):
-    """Another rank's part. Its waits sleep: a core that spins may share its time with rank 0's."""
+    """The runner of ranks other than 0. Its waits sleep, so that they take no time from rank 0's core."""
 
     def _recorder(self) -> Recorder:
         return WatchedRecorder(self.device, self.check, _NAP_SECONDS)

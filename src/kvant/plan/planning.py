@@ -142,7 +142,7 @@ def _refuse_drafts_over_states(request: PlanRequest, geometry: ModelGeometry) ->
 
 
 def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limits) -> None:
-    """Refuses --kv-offload and --kv-transfer for plans that cannot use them."""
+    """Raises if the plan cannot use --kv-offload or --kv-transfer."""
     if request.offload is None:
         if request.transfer is not None:
             raise BadValue(

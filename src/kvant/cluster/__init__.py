@@ -1,8 +1,9 @@
 """Several replicas of one server under Ray, behind one address.
 
-    front      HTTP: asks a replica, tries again elsewhere, tells clients whose replica ended
-    replica    a whole server without HTTP in an actor of Ray Serve, which places, checks and scales it
-    ray        the only module that imports Ray: the deployment, its router, the application
+    front      HTTP: asks a replica, retries on another one, informs clients whose replica ended
+    replica    a whole server without HTTP, run in an actor of Ray Serve
+    placement  Ray Serve's deployment of replicas, its router, and the application for `serve run`
+    serve      `kvant serve --ray`: the front in this process, and its deployment
 
-Ray chooses machines and processes. What a client sees is decided in `front`, which needs no Ray.
+Only placement and serve import Ray, which chooses machines and processes. `front` decides what clients see.
 """

@@ -1,4 +1,4 @@
-"""What travels between a front and replicas, and what decides where a request goes; without Ray."""
+"""Messages between the front and replicas, and the choice of a replica for a request; without Ray."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 import xxhash
 
 BLOCK_BYTES = 256
-"""Bytes of a conversation's JSON that are compared as one: about 60 tokens."""
+"""Bytes of a conversation's JSON that are hashed as one block: about 60 tokens."""
 MOST_BLOCKS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One HTTP request. prefer: the replica that should answer it. avoid: replicas that come last."""
+    """One HTTP request. prefer: the replica that should answer it. avoid: replicas to choose last."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The second part; bytes of the body follow."""
+    """The second part of every answer: status and headers. The body follows as bytes."""
 
     status: int
     headers: tuple[tuple[bytes, bytes], ...]
@@ -52,9 +52,9 @@ class Head:
 
 
 class ReplicaLost(Exception):
-    """A replica ended, or cannot be reached, before its answer was complete.
+    """Raised if a replica ended, or cannot be reached, before its answer was complete.
 
-    replica: which one, None if none had the request.
+    replica: its name; None if no replica had taken the request.
     """
 
     def __init__(self, message: str, replica: str | None = None) -> None:
@@ -64,7 +64,10 @@ class ReplicaLost(Exception):
 
 Part: TypeAlias = Taken | Head | bytes
 Ask: TypeAlias = Callable[[Asked], AsyncGenerator[Part, None]]
-"""Yields Taken, Head, then the body as it comes. Raises ReplicaLost. Closing it cancels the request."""
+"""Sends a request. Yields Taken, Head, then pieces of the body. Closing the generator cancels the request.
+
+Raises ReplicaLost.
+"""
 
 
 class Verdict(Enum):
@@ -81,12 +84,12 @@ _ASKED_AROUND = frozenset({"server_full", "response_not_found", "session_not_fou
 
 
 def verdict(head: Head, body: bytes) -> Verdict:
-    """What to do with a whole answer of which the client has seen nothing."""
+    """Returns what to do with a complete answer that the client has not seen yet."""
     if head.status not in (404, 429, 503):
         return Verdict.PASS
     try:
         error = msgspec.json.decode(body)["error"]
-        # Anthropic's errors have no code; their statuses say enough.
+        # Anthropic's errors have no code, so their status decides.
         code = error.get("code") or {429: "server_full", 503: "engine_died"}.get(head.status)
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return Verdict.PASS
@@ -100,9 +103,9 @@ _TALK = ("messages", "input", "prompt")
 
 
 def prefix_keys(body: bytes, api_key: str | None) -> tuple[int, ...]:
-    """Hashes of the conversation's beginnings, shortest first; each stands for BLOCK_BYTES more.
+    """Returns hashes of a conversation's prefixes, shortest first, each BLOCK_BYTES longer than the last.
 
-    Requests with a common beginning share the first hashes. Empty for anything that is not a conversation.
+    Requests with a common prefix share their first hashes. Empty if the body is no JSON object.
     """
     try:
         given: Any = msgspec.json.decode(body)
@@ -120,10 +123,10 @@ def prefix_keys(body: bytes, api_key: str | None) -> tuple[int, ...]:
 
 
 class Affinity:
-    """Which replica saw a beginning last, and how many requests each has now.
+    """Remembers which replica saw a conversation's prefix last, and how many open requests each has.
 
-    most: hashes that are remembered. ahead: requests by which a replica may exceed the idlest one before
-    it is no longer preferred.
+    most: the most hashes remembered. ahead: how many more open requests than the idlest replica the
+    preferred one may have.
     """
 
     def __init__(self, most: int = 400_000, ahead: int = 8) -> None:
@@ -132,7 +135,7 @@ class Affinity:
         self._most, self._ahead = most, ahead
 
     def prefer(self, keys: Sequence[int]) -> str | None:
-        """The replica that saw the longest of these beginnings, unless it is too busy."""
+        """Returns the replica that saw the longest of these prefixes, or None if it is too busy."""
         for key in reversed(keys):
             if (replica := self._seen.get(key)) is not None:
                 ahead = self.open[replica] - min(self.open.values(), default=0)
@@ -148,15 +151,15 @@ class Affinity:
             self._seen.popitem(last=False)
 
     def end(self, replica: str) -> None:
-        if self.open[replica] > 0:  # else it was forgotten meanwhile
+        if self.open[replica] > 0:  # 0 if `forget` was called meanwhile
             self.open[replica] -= 1
 
     def forget(self, replica: str) -> None:
-        """The replica has ended; requests that it still holds end by themselves."""
+        """Drops the count of a replica that has ended; its open requests end by themselves."""
         del self.open[replica]
 
     def keep(self, replicas: Iterable[str]) -> None:
-        """Forget idle replicas beside these."""
+        """Forgets idle replicas that are not among `replicas`."""
         for replica in {*self.open} - {*replicas}:
             if not self.open[replica]:
                 del self.open[replica]

@@ -1,4 +1,4 @@
-"""Options of replicas under Ray, and their check. Nothing here imports Ray."""
+"""The options of replicas under Ray, and their check. Does not import Ray."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ray = partial(option, panel="Replicas")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
-    """most: replicas at the highest load; None never scales."""
+    """Options of replicas under Ray. most: the most replicas at the highest load; None never scales."""
 
     ray: bool = _ray(False, "Run replicas under Ray behind this address (extra: ray).")
     ray_address: str | None = _ray(
@@ -42,7 +42,7 @@ REPLICA_OPTIONS = options_of(ReplicaOptions)
 
 
 def check_replicas(settings: Settings) -> ReplicaOptions:
-    """Raises BadValue for options that clash, NotServable without the extra."""
+    """Reads and checks the options. Raises BadValue if they clash, NotServable without the extra."""
     options = settings.build(ReplicaOptions)
     if not options.ray:
         for option in REPLICA_OPTIONS:
@@ -76,7 +76,7 @@ def check_replicas(settings: Settings) -> ReplicaOptions:
 
 
 def require_ray() -> None:
-    """Raises NotServable unless Ray and what Ray Serve needs are installed."""
+    """Raises NotServable unless Ray and the packages that Ray Serve needs are installed."""
     if any(importlib.util.find_spec(name) is None for name in ("ray", "aiohttp", "fastapi")):
         raise NotServable(
             "replicas under Ray need the extra ray, which is not installed",
@@ -88,7 +88,7 @@ def require_ray() -> None:
 
 
 def start_fault(told: str) -> str | None:
-    """The message of the `StartFault` in a traceback; None without one."""
+    """Returns the message of a `StartFault` in the text of a traceback, or None."""
     _, found, rest = told.rpartition("StartFault: ")
     if not found:
         return None

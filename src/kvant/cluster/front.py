@@ -1,7 +1,7 @@
-"""HTTP in front of replicas: chooses, tries again, and tells clients whose replica ended.
+"""HTTP in front of replicas: chooses a replica, retries on others, and informs clients whose replica ended.
 
-An answer has begun for a client with the head of its stream, and otherwise when it is complete. Until then
-another replica may give it.
+The front sends a stream's head to the client at once, and any other answer when it is complete. Until then
+another replica may answer the request.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvant.server.guard import App, Guard, Receive, Scope, Send, read_body, with
 RETRY_SECONDS = 30.0
 """Seconds after which a request that no replica can take is refused."""
 MOST_LOSSES = 3
-"""A request during which three replicas or engines died is not asked again."""
+"""A request during which this many replicas or engines died is not retried."""
 _PAUSE_SECONDS = 0.25
 _STATE_SECONDS = 2.0
 _FRESH_SECONDS = 1.0
 _LATE_SECONDS = 10.0
-"""Time for which a replica that does not answer keeps its last state, unless its process has ended."""
+"""Seconds for which a replica that does not answer keeps its last state, unless its process has ended."""
 _NOT_PASSED_ON = frozenset({b"origin", b"connection", b"keep-alive", b"transfer-encoding"})
 _DROPPED = frozenset({b"connection", b"transfer-encoding", b"date", b"server"})
 _SEQUENCE = re.compile(rb'"sequence_number":(\d+)')
@@ -67,7 +67,7 @@ class _Whole:
 
     @property
     def ended_engine(self) -> bool:
-        """Whether the engine died under this request."""
+        """True if the engine died during this request."""
         return b'"engine_died"' in self.body
 
 
@@ -89,7 +89,7 @@ class _Counts:
 
 
 class Front:
-    """An ASGI application. expected: replicas that should be ready; fewer are said in /health."""
+    """The front as an ASGI application. expected: the number of replicas that /health expects."""
 
     def __init__(self, config: ServerConfig, ask: Ask, expected: int) -> None:
         self.draining = False
@@ -107,7 +107,7 @@ class Front:
         self.app: App = with_cors(self, config.allowed_origins)
 
     def end(self) -> None:
-        """End open requests; every client is told."""
+        """Ends open requests with an error to each client."""
         self.draining = self._is_ending = True
         for task in self._forwarding:
             task.cancel()
@@ -149,7 +149,7 @@ class Front:
             return
         if self.draining:
             raise unavailable("this server is shutting down", code="draining")
-        # GET and DELETE have no body; a content type is asked of bodies only.
+        # GET and DELETE have no body, so `read_body`, which requires a content type, is skipped.
         has_body = scope["method"] in ("POST", "PUT", "PATCH")
         body = await read_body(headers, receive, self._limits) if has_body else b""
         asked = Asked(
@@ -177,7 +177,7 @@ class Front:
             self._forwarding.discard(task)
 
     async def _choose(self, asked: Asked, keys: tuple[int, ...], send: Send) -> None:
-        """Ask replicas until one has answered; raises ApiError 503 if none can."""
+        """Asks replicas until one has answered. Raises ApiError 503 if none can."""
         ended = time.monotonic() + RETRY_SECONDS
         avoid: tuple[str, ...] = ()
         last: _Whole | None = None
@@ -219,7 +219,10 @@ class Front:
     async def _try(
         self, asked: Asked, keys: tuple[int, ...], send: Send, ended: float
     ) -> _Whole | None:
-        """Ask one replica; None if its stream was passed on. ReplicaLost if nothing was passed on."""
+        """Asks one replica. Returns its complete answer, or None after passing a stream on to the client.
+
+        Raises ReplicaLost if the replica was lost before anything was passed on.
+        """
         async with aclosing(self._ask(asked)) as parts:
             replica = await _taken(parts, max(0.1, ended - time.monotonic()))
             self._affinity.begin(replica, keys)
@@ -246,7 +249,7 @@ class Front:
         parts: AsyncGenerator[Part, None],
         send: Send,
     ) -> None:
-        """Pass a stream on. If the replica is lost, an event of the stream's form says so."""
+        """Passes a stream on to the client. If the replica is lost, ends it with an error event."""
         await _send_head(head, send)
         number = 0
         try:
@@ -270,9 +273,9 @@ class Front:
     # -- what the front says itself --------------------------------------------------------------
 
     async def states(self) -> dict[str, str]:
-        """The state of each replica that can be reached, at most a second old.
+        """Returns the state of each replica that can be reached, at most a second old.
 
-        A replica that is too busy to say has its last state for a while.
+        A replica that is too busy to answer keeps its last state for a while.
         """
         async with self._asking_states:
             if time.monotonic() - self._states_at > _FRESH_SECONDS:
@@ -299,14 +302,14 @@ class Front:
         return sum(state == "ready" for state, _ in self._heard.values())
 
     def _forget(self, replica: str) -> None:
-        """The replica was lost; the next state is asked for again."""
+        """Forgets a lost replica, and makes the next call of `states` ask all replicas again."""
         self._affinity.forget(replica)
         self._heard.pop(replica, None)
         self._lost_at[replica] = time.monotonic()
         self._states_at = 0.0
 
     async def _everyone(self, asked: Asked) -> tuple[list[_Whole], bool]:
-        """Each replica's answer, and whether these are all: some may not answer soon."""
+        """Asks every replica. Returns their answers, and whether all answered within _STATE_SECONDS."""
         found: dict[str, _Whole] = {}
         end = time.monotonic() + _STATE_SECONDS
         while (left := end - time.monotonic()) > 0:
@@ -366,7 +369,7 @@ class Front:
 
 
 async def _taken(parts: AsyncGenerator[Part, None], seconds: float) -> str:
-    """The replica that has the request; ReplicaLost if none takes it in time."""
+    """Returns the replica that took the request. Raises ReplicaLost if none takes it within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             taken = await anext(parts)
@@ -403,7 +406,7 @@ def _error(path: str, fault: ApiError) -> Response:
 
 
 def last_events(path: str, fault: ApiError, number: int) -> bytes:
-    """What ends a stream that began and was cut. number: the event's place in a Responses stream."""
+    """Returns the events that end an interrupted stream. number: the event's place in a Responses stream."""
     body = msgspec.json.encode(dialect(path)(fault))
     if path == "/v1/messages":
         return b"event: error\ndata: " + body + b"\n\n"

@@ -1,4 +1,4 @@
-"""Metrics of several replicas as one text, in which each sample names its replica."""
+"""Merges the metrics of several replicas into one text, with a label that names the replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (.+)")
 
 
 def merged(texts: Mapping[str, str]) -> str:
-    """texts: by replica, in Prometheus' text format. Samples of one metric stay together."""
+    """Merges metrics in Prometheus' text format, keeping samples of one metric together.
+
+    texts: each replica's metrics, by its name.
+    """
     comments: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for replica, text in texts.items():

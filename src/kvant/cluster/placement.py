@@ -1,4 +1,4 @@
-"""The only module that imports Ray: replicas in placement groups, their router, and whole applications.
+"""Ray Serve's deployment of replicas in placement groups, their router, and a whole application.
 
 serve run kvant.cluster.placement:application model=smollm2 num_replicas=2
 """
@@ -35,14 +35,14 @@ _OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS, *REPLICA_OPTIONS)
 _CHECK_SECONDS = 2.0
 _ANSWER_SECONDS = 10.0
 _MOST_REQUESTS = 100_000
-"""Serve holds nothing back: a replica refuses what it cannot hold, and says for how long."""
+"""High enough that Serve never queues: a replica itself refuses requests that it has no room for."""
 _STARTS = 3
 """Tries to start a deployment's replicas before it counts as failed."""
 _QUIET = {"log_level": "WARNING", "enable_access_log": False}
 
 
 class PreferenceRouter(RequestRouter):  # type: ignore[misc]
-    """Ranks replicas as the request says: the preferred one, the others, those to avoid."""
+    """Orders replicas for a request: the preferred one, then the others, then replicas to avoid."""
 
     async def choose_replicas(
         self,
@@ -83,9 +83,9 @@ class RayReplica:
 def replicas(
     settings: Settings, config: ServerConfig, options: ReplicaOptions
 ) -> serve.Application:
-    """The deployment of replicas. Each gets a placement group of one bundle: all its ranks on one machine.
+    """Returns the deployment of replicas. Each has a placement group of one bundle, so on one machine.
 
-    Reads the cluster's resources: with GPUs in it, replicas without a --device take GPUs.
+    Reads the cluster's resources: if it has GPUs, replicas without a --device use GPUs.
     """
     engine = settings.build(EngineOptions)
     device = engine.device
@@ -121,13 +121,13 @@ def replicas(
         request_router_config=RequestRouterConfig(request_router_class=PreferenceRouter),
         **scaling,
     )
-    # Replicas do not listen: the front checks addresses, origins and sizes, and both check keys.
+    # Replicas do not listen on a port. The front checks hosts, origins and sizes; both check API keys.
     inside = replace(config, host="127.0.0.1", allowed_origins=("*",))
     return deployed.bind(settings.only((*ENGINE_OPTIONS, *EVENT_OPTIONS)), inside)
 
 
 def asker(handle: DeploymentHandle[Any]) -> Ask:
-    """Ask replicas through a handle and its router."""
+    """Returns a function that asks replicas through a deployment's handle and its router."""
     streaming = handle.options(stream=True)
 
     async def ask(asked: Asked) -> AsyncGenerator[Part, None]:
@@ -148,9 +148,10 @@ def asker(handle: DeploymentHandle[Any]) -> Ask:
 
 
 def application(args: dict[str, Any]) -> serve.Application:
-    """A builder for `serve run`, `serve build` and configuration files: replicas behind Serve's own proxies.
+    """Builds an application for `serve run`, `serve build` and Serve's configuration files.
 
-    args: options by name, as keys of Kvant's YAML files. Raises ConfigError.
+    Its replicas stand behind Serve's own HTTP proxies. args: options by name, as in Kvant's YAML files.
+    Raises ConfigError.
     """
     settings = read_settings(
         _OPTIONS,
@@ -167,7 +168,7 @@ def application(args: dict[str, Any]) -> serve.Application:
 
     class KvantFront:
         def __init__(self, replicas: DeploymentHandle[Any]) -> None:
-            """Bound, so that Serve deploys both."""
+            """Takes the replicas' handle only so that Serve deploys them with the front."""
 
     deployed: Any = serve.deployment(
         serve.ingress(front)(KvantFront),
@@ -181,7 +182,7 @@ def application(args: dict[str, Any]) -> serve.Application:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Words of a command line as values of their options."""
+    """Converts a command line's text to the type of its option."""
     option: Option | None = next((one for one in _OPTIONS if name in one.names), None)
     if option is None or not isinstance(value, str) or option.kind in (Kind.TEXT, Kind.SIZE):
         return value

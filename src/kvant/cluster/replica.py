@@ -1,4 +1,4 @@
-"""A whole server without HTTP: the same application, asked by method calls."""
+"""A whole server without HTTP: the same ASGI application, called by methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvant.server.supervisor import StartFault
 
 
 class Replica:
-    """One engine and what answers from it. Methods belong to one event loop. name: for clients of it."""
+    """One engine and its ASGI application. Call its methods in one event loop. name: the replica's name."""
 
     def __init__(self, settings: Settings, config: ServerConfig, name: str) -> None:
         self.name = name
@@ -42,7 +42,7 @@ class Replica:
         self.check()
 
     def check(self) -> None:
-        """Raises StartFault once the engine has ended for good; a restart by its supervisor is not that."""
+        """Raises StartFault if the engine has ended for good, not while its supervisor restarts it."""
         if self._watched is not None and self._watched.done():
             code = self._watched.result()
             raise StartFault("the engine died too often and is not started again", code)
@@ -54,7 +54,7 @@ class Replica:
             await asyncio.gather(self._watched, return_exceptions=True)
 
     async def ask(self, asked: Asked) -> AsyncGenerator[Part, None]:
-        """An `Ask`. What is sent while the reader is busy comes as one part."""
+        """Answers a request; see `Ask`. Pieces that arrive while the reader is busy come as one part."""
         yield Taken(self.name)
         sent: list[Any] = []
         came, left = asyncio.Event(), asyncio.Event()
@@ -102,6 +102,6 @@ class Replica:
 
 
 def _say(line: str) -> None:
-    """Ray shows what an actor prints, with its name."""
+    """Prints a line, which Ray shows with the actor's name."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`kvant serve --ray`: HTTP in this process, replicas as an application of Ray Serve."""
+"""`kvant serve --ray`: serves HTTP in this process, with replicas as an application of Ray Serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 def serve_replicas(
     settings: Settings, config: ServerConfig, options: ReplicaOptions, *, say: Callable[[str], None]
 ) -> int:
-    """Serve until a signal; return the exit code. Raises KvantError before anything is started."""
+    """Serves until a signal arrives and returns the exit code. Raises KvantError if the start fails."""
     bound = bind(config.host, config.port)
     try:
         say("kvant: starting Ray")
@@ -95,7 +95,7 @@ class _Driver:
                 await asyncio.wait_for(in_thread(lambda: serve.delete(self._name)), 10)
 
     def _deploy(self) -> Any:
-        """The handle, once all replicas answer. Blocks; raises EngineFault if they do not start."""
+        """Deploys replicas, waits until all answer, and returns their handle. Raises EngineFault."""
         serve.start(proxy_location="Disabled")
         built = replicas(self._settings, self._config, self._options)
         try:
@@ -113,7 +113,7 @@ class _Driver:
                 yield part
 
     async def _drain(self, signals: asyncio.Queue[int]) -> int:
-        """Refuse new requests and let open ones end; a second signal ends them at once."""
+        """Refuses new requests and waits for open ones, until a timeout or a second signal."""
         self._front.draining = True
         if self._front.num_open:
             self._say(f"kvant: shutting down; waiting for {self._front.num_open} requests")
@@ -136,7 +136,7 @@ class _Driver:
 
 
 def in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Run a blocking call in a thread that does not keep the process."""
+    """Runs a blocking call in a daemon thread, which does not keep the process alive."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Any] = loop.create_future()
 

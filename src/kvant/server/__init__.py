@@ -1,1 +1,1 @@
-"""`kvant serve`: an API process without torch, and an engine process that it watches over."""
+"""`kvant serve`: an API process without torch, which starts and supervises an engine process."""

@@ -1,4 +1,4 @@
-"""Check access to a server (host, keys, origins, model names) before anything starts."""
+"""Checks the options that control access (host, keys, origins, model names) before anything starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
-    """BadValue if anyone on the network could use the server without a key."""
+    """Raises BadValue if anyone on the network could use the server without a key."""
     if not is_loopback(host) and not has_key and not insecure:
         raise BadValue(
             f"--host {host} would let anyone who reaches it use this server",
@@ -38,7 +38,7 @@ def check_host(host: str, *, has_key: bool, insecure: bool) -> None:
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """BadValue for an invalid name of the model."""
+    """Raises BadValue if a name of the model is blank."""
     if not all(name.strip() for name in names):
         raise BadValue(
             "--served-model-name is empty",
@@ -47,7 +47,10 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """Read keys from a file, one per line; empty lines and lines that begin with # are skipped."""
+    """Reads keys from a file, one per line; empty lines and lines that begin with # are skipped.
+
+    Raises BadValue if the file cannot be read or has no key.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
@@ -62,7 +65,7 @@ def read_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_keys(keys: tuple[str, ...]) -> None:
-    """BadValue for a key that is empty or that no HTTP header can carry."""
+    """Raises BadValue for a key that is empty or that no HTTP header can carry."""
     for key in keys:
         if not _KEY.fullmatch(key):  # the key itself is a secret and is not shown
             raise BadValue(
@@ -72,7 +75,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
 
 
 def read_origins(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the origins. An item may be a JSON list, which is how vLLM writes them."""
+    """Returns the origins as a flat tuple. An item may be a JSON list, as in vLLM's flag."""
     found: list[str] = []
     for item in given:
         if not item.startswith("["):
@@ -89,7 +92,7 @@ def read_origins(given: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_origins(origins: tuple[str, ...]) -> None:
-    """BadValue for what is not an origin, such as an address with a path."""
+    """Raises BadValue if an item is not an origin, for example an address with a path."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise BadValue(

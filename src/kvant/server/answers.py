@@ -1,5 +1,5 @@
-"""One HTTP request and its route, and OpenAI's answers from the engine's pieces: whole, and as
-server-sent events.
+"""The types of an HTTP request and its route, and the writing of answers from the engine's pieces: whole, and
+as server-sent events. `Choices` writes OpenAI's answers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _Result = TypeVar("_Result")
 class Writer(Protocol):
     """Writes the answer to one request in one wire form.
 
-    Methods return encoded events of a stream. A whole answer calls `add` too, and then `whole`.
+    Methods return encoded events of a stream. For an answer without a stream, the events are dropped and
+    `whole` is called at the end.
     """
 
     @property
@@ -48,24 +49,27 @@ class Writer(Protocol):
     def generation(self) -> Generation: ...
 
     def begin(self, running: Running) -> list[bytes]:
-        """What comes before the first token."""
+        """Returns the events before the first token."""
 
     def add(self, running: Running, sequence: Sequence, pieces: list[Piece]) -> list[bytes]:
-        """What these pieces of one sequence add."""
+        """Takes pieces of one sequence. Returns their events."""
 
     def end(self, running: Running) -> list[bytes]:
-        """What comes after the last token."""
+        """Returns the events after the last token."""
 
     def fail(self, fault: ApiError) -> list[bytes]:
-        """What ends a stream that failed."""
+        """Returns the events that end a failed stream."""
 
     def whole(self, running: Running) -> object:
-        """The answer of a request that has ended, for JSON."""
+        """Returns the complete answer of a request that has ended, to be encoded as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Writes OpenAI's choices. chat: messages and deltas, else text. readers, texts: by index."""
+    """Writes OpenAI's answers. chat: as messages and deltas, else as text.
+
+    format: the family's format of replies, for `ReplyReader`. readers, texts: by the choice's index.
+    """
 
     chat: bool
     model: str
@@ -78,7 +82,7 @@ class Choices:
     ping: bytes = b": ping\n\n"
 
     def head(self) -> dict[str, Any]:
-        """The fields with which the whole answer, or every chunk of it, begins."""
+        """Returns the first fields of the whole answer, or of every chunk."""
         prefix = "chatcmpl" if self.chat else "cmpl"
         own = self.generation.request_id or uuid.uuid4().hex
         return {"id": f"{prefix}-{own}", "created": int(time.time()), "model": self.model}
@@ -87,7 +91,7 @@ class Choices:
         sequences = list(running.sequences.values())
         texts = {s.index: "".join(self.texts.get(s.index, ())) for s in sequences}
         for place, sequence in enumerate(sequences):
-            # The first of the answers to one prompt has computed it for all.
+            # Only the first answer to a prompt computes the prompt's log-probabilities.
             first = sequences[place - place % running.copies]
             sequence.prompt_logprobs = first.prompt_logprobs
         if not self.chat:
@@ -116,7 +120,7 @@ class Choices:
         )
 
     def _reader(self, running: Running, sequence: Sequence) -> ReplyReader | None:
-        """Reads this answer; None where its text is shown as it comes."""
+        """Returns the reader that splits this answer into parts; None if its text is sent unchanged."""
         if not self.generation.reads_reply:
             return None
         index = sequence.index
@@ -151,7 +155,7 @@ class Choices:
     # -- streams -------------------------------------------------------------------------------
 
     def begin(self, running: Running) -> list[bytes]:
-        """The chunks with which a stream of a chat begins, one for each choice."""
+        """Returns the first chunks of a chat's stream, one for each choice; none for completions."""
         head = self.head()
         if self.generation.include_usage:
             head["usage"] = None
@@ -159,7 +163,7 @@ class Choices:
         if not self.chat:
             return []
         counted = self._counted(running)
-        if self.generation.continuous_usage:  # tokens that are there come with the next chunk
+        if self.generation.continuous_usage:  # new tokens are counted from the next chunk on
             details = usage(running).prompt_tokens_details
             count = running.num_prompt_tokens
             counted = {**counted, "usage": wire.Usage(count, 0, count, details)}
@@ -196,14 +200,14 @@ class Choices:
         return [_event(fault.body), DONE]
 
     def _counted(self, running: Running) -> dict[str, Any]:
-        """The head of the next chunk, with the tokens so far where every chunk is to count them."""
+        """Returns the first fields of the next chunk, with the usage so far if every chunk shows it."""
         head = self.heads[0]
         return {**head, "usage": usage(running)} if self.generation.continuous_usage else head
 
     def chunk(
         self, head: dict[str, Any], running: Running, sequence: Sequence, pieces: list[Piece]
     ) -> msgspec.Struct | None:
-        """One chunk with everything that has come for one sequence; None if that shows nothing."""
+        """Returns one chunk with all new pieces of one sequence; None if they show nothing."""
         text, last = "".join(piece.text for piece in pieces), pieces[-1]
         fresh = [one for piece in pieces for one in piece.logprobs]
         ended = last.finish_reason
@@ -240,7 +244,7 @@ class Choices:
         return wire.CompletionChunk(**head, choices=[part])
 
     def _echoed(self, sequence: Sequence) -> str:
-        """The prompt, at the beginning of an answer that repeats it."""
+        """Returns the prompt's text if the answer echoes it and has not begun, else ""."""
         if not self.generation.echo or sequence.begun:
             return ""
         prompt = self.generation.prompts[sequence.index // self.generation.n]
@@ -268,7 +272,7 @@ class Choices:
     def _completion_logprobs(
         self, sequence: Sequence, fresh: Items[TokenLogprobs]
     ) -> wire.CompletionLogprobs | None:
-        """Log-probabilities of the tokens that are sent now. A prompt's first token has null."""
+        """Returns log-probabilities of the tokens sent now; null for the first token of an echoed prompt."""
         num_top = self.generation.sampling.logprobs
         if num_top is None:
             return None
@@ -289,10 +293,10 @@ class Choices:
         )
 
     def _top(self, one: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """The likeliest tokens and, as in OpenAI's API, the token itself.
+        """Returns log-probabilities of the token itself, as in OpenAI's API, and of the likeliest tokens.
 
-        Keys are texts. Ids with the same text, such as parts of characters, would collide: the token
-        itself keeps the text, and the others are called "token_id:N".
+        Keys are the tokens' texts. Tokens can have equal texts, for example parts of characters. Then the
+        token itself keeps the text as its key, and the others get "token_id:N".
         """
         found = {self._text(one.token_id): finite(one.logprob)}
         for token, value in one.top[:num_top]:
@@ -302,7 +306,7 @@ class Choices:
         return found
 
     def _prompt_logprobs(self, sequence: Sequence) -> wire.PromptLogprobs:
-        """vLLM's shape: for every prompt token its own entry and those of the likeliest, by id."""
+        """Returns, in vLLM's shape, for every prompt token its own entry and the likeliest ones, by id."""
         num_top = self.generation.prompt_logprobs
         if num_top is None:
             return None
@@ -321,7 +325,7 @@ class Choices:
 
     def _one(self, token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
         text = self._text(token_id)
-        # A part of a character does not tell its bytes; "token_id:5" is not the token's text.
+        # The bytes of a part of a character are unknown, and "token_id:5" is not the token's text.
         known = "\N{REPLACEMENT CHARACTER}" not in text and not self.generation.tokens_as_ids
         return text, finite(logprob), list(text.encode()) if known else None
 
@@ -375,7 +379,7 @@ def _reason(reason: str, reader: ReplyReader) -> str:
 
 
 def usage(running: Running) -> wire.Usage:
-    """Counts each prompt and its cached tokens once, however many answers it gets."""
+    """Returns the token counts. Each prompt and its cached tokens count once, for any number of answers."""
     sequences = list(running.sequences.values())
     first = sequences[:: running.copies]
     cached = sum(s.ended.num_cached_tokens for s in first if s.ended is not None)
@@ -392,9 +396,9 @@ def usage(running: Running) -> wire.Usage:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Returns the work's result. Cancels the work and raises Disconnected when the client leaves.
+    """Returns the result of `work`. Cancels it and raises Disconnected if the client disconnects.
 
-    The body must have been read: only a disconnect is left to be received.
+    The request's body must have been read before, since `receive` is used to wait for the disconnect.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))
@@ -415,11 +419,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A running request as server-sent events; closes the request on every path.
+    """Sends a running request as server-sent events, and closes the request in every case.
 
-    The head waits for the first piece, at most until the first ping: a failure before it is an ordinary
-    error, which a router in front may try elsewhere. A failure after it is an event. Every stream whose
-    client stays has a last event of its wire form: a stream without it was cut.
+    The head is sent with the first piece or ping. A failure before it is an ordinary error response, so a
+    router in front can retry elsewhere. A later failure is sent as an event. Every complete stream ends with
+    the last event of its wire form; a stream without it was cut.
     """
 
     def __init__(self, service: Service, running: Running, writer: Writer) -> None:
@@ -434,7 +438,7 @@ class EventStream(Response):
         try:
             limits = self._service.config.limits
             most = limits.request_seconds + limits.ping_seconds
-            # A client that left, or that never reads, is not a fault.
+            # It is no error of the server if a client leaves or never reads.
             with contextlib.suppress(Disconnected, OSError, TimeoutError):
                 async with asyncio.timeout(most):
                     await unless_disconnected(receive, self._write(send))
@@ -452,9 +456,9 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """One event at least, or an exception instead of the first one."""
+        """Yields at least one event. Raises only before the first one; later failures become events."""
         writer, running, has_begun = self._writer, self._running, False
-        # Up to half a million values of the prompt come with its first piece: written in a thread.
+        # prompt_logprobs brings up to half a million values with the first piece: write them in a thread.
         heavy = writer.generation.sampling.prompt_logprobs is not None
         try:
             async for news in self._service.events(running):
@@ -527,13 +531,11 @@ class Call:
 
     @property
     def owner(self) -> str:
-        """Whose responses this request may read."""
+        """The owner of the stored responses that this request may read: its API key, or ""."""
         return self.key or ""
 
     async def read(self, read: Callable[[bytes], _Read]) -> _Read:
-        """Returns the body, read by a function. A large body is read in a thread, so that the event loop
-        gets its turns.
-        """
+        """Reads the body and returns `read(body)`, which runs in a thread if the body is large."""
         limits = self.service.config.limits
         data = await read_body(self.scope["headers"], self.receive, limits)
         return read(data) if len(data) < _LARGE else await asyncio.to_thread(read, data)
@@ -545,15 +547,14 @@ def openai_error(fault: ApiError) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One row of the table. answer: the type of its JSON, or None for text, whose media type is `text`.
+    """One row of the table of routes. "{model}" in a path matches the rest of it, other names one segment.
 
-    event: of a stream. parameters: of its body, beside those of the body's type.
-
-    errors: the statuses that only this endpoint has. not_now: status 503 has the answer's own type.
-    is_list: the answer is a list of `answer`.
-    generates: it takes places in the engine, so a full server refuses it before it reads the body.
-    is_open: it needs no key. "{model}" at the end of a path stands for the rest of it, any other name in
-    braces for one step. fault: the type of an error's JSON, made from an ApiError by the function.
+    answer: the type of its JSON, or None for text, whose media type is `text`. event: the type of a stream's
+    events. parameters: the table of the body's parameters that its type does not have.
+    errors: the error statuses of this endpoint beside the common ones. not_now: its status 503 has the
+    answer's own type. is_list: the answer is a list of `answer`. generates: it takes places in the engine, so
+    a full server refuses it before it reads the body. is_open: it needs no key. fault: the type of an error's
+    JSON, and the function that makes it from an ApiError.
     """
 
     method: str
@@ -574,7 +575,7 @@ class Endpoint:
 
 
 async def generate(call: Call, writer: Writer, *, key: str | None) -> Response:
-    """The answer to a request, whole or as a stream. key: the API key that its cached pages belong to."""
+    """Returns the response, whole or as a stream. key: the API key that its cached pages belong to."""
     service, generation = call.service, writer.generation
     if generation.stream:
         running = await service.open(generation, key=key, counted=call.counted)
@@ -584,7 +585,7 @@ async def generate(call: Call, writer: Writer, *, key: str | None) -> Response:
         running = await service.open(generation, key=key, counted=call.counted)
         if generation.sampling.prompt_logprobs is None:
             return as_json(await finished(service, running, writer))
-        # Up to half a million values: in a thread, so that other requests get their turns.
+        # Up to half a million values: encode them in a thread, which does not block other requests.
         answer = await finished(service, running, writer, threaded=True)
         return await asyncio.to_thread(as_json, answer)
 
@@ -594,7 +595,10 @@ async def generate(call: Call, writer: Writer, *, key: str | None) -> Response:
 async def finished(
     service: Service, running: Running, writer: Writer, *, threaded: bool = False
 ) -> object:
-    """Writes a running request to its end and closes it."""
+    """Waits for the end of a running request and closes it. Returns the writer's complete answer.
+
+    threaded: write the answer in a thread, because it is large.
+    """
     try:
         writer.begin(running)
         async for news in service.events(running):

@@ -1,4 +1,4 @@
-"""Every failure that a client can see, in OpenAI's format with all four keys."""
+"""All errors that a client can get, in OpenAI's format with all four keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvant.server.messages import Failure
 
 
 class ApiError(Exception):
-    """One error response. retry_after: whole seconds, if a retry makes sense."""
+    """One error response. retry_after: seconds, if the client should retry."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(Exception):
 
 
 class Disconnected(Exception):
-    """The client has left; there is no one to answer."""
+    """Raised if the client has disconnected, so that no response can be sent."""
 
 
 def bad_request(message: str, param: str | None, *, code: str | None = None) -> ApiError:
@@ -71,12 +71,12 @@ def overloaded(message: str, *, retry_after: int) -> ApiError:
 
 
 def internal() -> ApiError:
-    """The response for a bug in Kvant. Only the log has the details."""
+    """Returns the error for a bug in Kvant; only the log has details."""
     return ApiError(500, "the server failed on this request", type="server_error", code="internal")
 
 
 def of_failure(failure: Failure) -> ApiError:
-    """The response for a sequence that ended without a result."""
+    """Returns the error for a sequence that ended without a result."""
     if failure.kind == "refused":
         return bad_request(failure.message, failure.param)
     if failure.kind in ("engine_died", "shutting_down"):
@@ -127,4 +127,4 @@ CODES: Mapping[str, tuple[int, str, str]] = {
     "template_process": (503, "Chat templates cannot be rendered.", "try again; the machine may lack memory"),
     "too_many_connections": (503, "All connections are taken.", "`--max-connections`"),
 }  # fmt: skip
-"""Every `code` of an error: its status, what it means, and the way out."""
+"""Every `code` of an error: its HTTP status, its meaning, and the way out."""

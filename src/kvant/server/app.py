@@ -198,7 +198,7 @@ async def _detokenize(call: Call) -> Response:
     check_tokens(given.tokens, "tokens", facts)
     if call.service.tokenizing is None:
         raise bad_request("this model has no tokenizer", "tokens")
-    # As a batch of one: only then the library releases the interpreter.
+    # As a batch of one: only then the library releases the interpreter lock.
     decode = call.service.tokenizing.backend.decode_batch
     (text,) = await asyncio.to_thread(decode, [given.tokens], skip_special_tokens=False)
     return as_json(wire.Text(text))
@@ -405,7 +405,7 @@ _PATTERNS = {
 
 
 def _route(path: str) -> str | None:
-    """The path of the table that a request's path belongs to."""
+    """Returns the path in the table of routes that matches a request's path, or None."""
     if path in _BY_PATH:
         return path if path not in _PATTERNS else None
     found = (known for known, pattern in _PATTERNS.items() if pattern.fullmatch(path))
@@ -413,12 +413,12 @@ def _route(path: str) -> str | None:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path needs no API key."""
+    """Returns whether a path needs no API key."""
     return any(one.is_open for one in _BY_PATH.get(_route(path) or "", {}).values())
 
 
 def dialect(path: str) -> Callable[[ApiError], object]:
-    """How the endpoint of a path writes errors."""
+    """Returns the function that makes an error's JSON for a request's path."""
     return _dialect(_route(path))
 
 
@@ -426,12 +426,12 @@ def dialect(path: str) -> Callable[[ApiError], object]:
 
 
 def make_app(service: Service) -> App:
-    """The ASGI application of a server."""
+    """Returns the ASGI application of a server."""
     return with_cors(_Application(service), service.config.allowed_origins)
 
 
 class _Application:
-    """Checks, routes and answers; turns every failure into an error in the common shape; counts."""
+    """Checks, routes and answers requests, turns failures into error responses, and counts responses."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -460,7 +460,7 @@ class _Application:
         try:
             response = await self._answer(call, route)
             await response(scope, receive, watched)
-        except ApiError as fault:  # of a stream that has not begun
+        except ApiError as fault:  # raised by a stream before its first event
             await _error(fault, _dialect(route))(scope, receive, watched)
         except Exception:
             _log.exception("a request failed")
@@ -473,7 +473,7 @@ class _Application:
                     self._note(call, route or "other", status, time.monotonic() - started)
 
     async def _answer(self, call: Call, route: str | None) -> Response:
-        """The response of the route, or of what went wrong before it was sent."""
+        """Returns the endpoint's response, or an error response."""
         endpoints = _BY_PATH.get(route or "", {})
         endpoint = endpoints.get(call.scope["method"])
         says = _dialect(route)
@@ -493,16 +493,16 @@ class _Application:
                 return _error(ApiError(405, "this endpoint has no such method"), says, allow)
             return _error(_no_endpoint(call.scope["path"]), says)
         except ApiError as fault:
-            # The rest of a body that is too large is not read: the connection cannot be used again.
+            # The rest of a body that is too large is not read, so the connection cannot be used again.
             return _unread(fault, says) if fault.status == 413 else _error(fault, says)
         except Disconnected:
-            return Response(status_code=_CLIENT_LEFT)  # it is counted, but not read
+            return Response(status_code=_CLIENT_LEFT)  # for the metrics: the client has left
         except Exception:
             _log.exception("a request failed")
             return _error(internal(), says)
 
     def _note(self, call: Call, route: str, status: int, seconds: float) -> None:
-        """One line of the request log, without contents."""
+        """Prints one line of the request log, without the request's contents."""
         own = "-" if call.request_id is None else call.request_id.decode()
         counted = "".join(f" {name}={value}" for name, value in call.counted.items())
         method = call.scope["method"] if route != "other" else "-"
@@ -512,13 +512,13 @@ class _Application:
 
 
 def _dialect(route: str | None) -> Callable[[ApiError], object]:
-    """How the endpoints of this path write errors."""
+    """Returns the function that makes an error's JSON for a path of the table; OpenAI's by default."""
     endpoints = _BY_PATH.get(route or "", {})
     return next((one.fault[1] for one in endpoints.values()), openai_error)
 
 
 def _no_endpoint(path: str) -> ApiError:
-    """The error for a path without an endpoint; those of other servers are refused by name."""
+    """Returns the error for an unknown path; for endpoints of other servers it names an alternative."""
     for known, why in NOT_OFFERED.items():
         if path.removeprefix("/v1").rstrip("/") == known or path.startswith(f"/v1{known}/"):
             return ApiError(
@@ -536,8 +536,8 @@ def _error(
 
 
 def _unread(fault: ApiError, says: Callable[[ApiError], object]) -> Response:
-    """A refusal before the body was read. A final one ends the connection. A client that is to try again
-    keeps its connection, and its body is dropped as it comes.
+    """Returns an error response for a request whose body was not read. If the client should retry, the
+    connection stays open and the body is discarded. Else the connection is closed.
     """
     headers = {} if fault.retry_after is not None else {"connection": "close"}
     if fault.status == 401:

@@ -1,7 +1,7 @@
-"""The grammar of an answer that may call strict tools: free text until a call begins, then the call's form.
+"""Writes the grammar of answers that may call strict tools: free text until a call begins, then the call.
 
-Each family writes calls in its own form, so each has its own line in `_STYLES`. The grammar is Lark as
-llguidance reads it. A mark that is one token of the model is matched as that token and as text.
+Each model family writes calls in its own form and has its own line in `_STYLES`. The grammar is Lark in
+llguidance's dialect. A mark that is one token of the model is matched as that token and as text.
 """
 
 # ruff: noqa: RUF001  DeepSeek's marks have characters of their own
@@ -20,7 +20,7 @@ from kvant.server.api_error import ApiError, bad_request
 from kvant.server.reply import Tools, inlined
 
 TokenId = Callable[[str], int | None]
-"""The id of a text that is one token; None for any other text."""
+"""Returns the id of a text that is one token of the model, or None."""
 
 _ANY = r"(.|\n)*"
 _MARK = re.compile(r"(<[^<>\s={}]+>|\[[A-Z_/]+\]|\{\w+\})")
@@ -33,13 +33,14 @@ _BLANKS = {"x-guidance": {"whitespace_pattern": r"[ \n\t\r]{0,20}"}}
 
 @dataclass(frozen=True, slots=True)
 class _Style:
-    """How a family writes calls.
+    """The form in which a family writes calls.
 
-    trigger: what ends the text before a call. call: the rest of it. {space} stands for blanks, {name} for the
-    function, {json} for its arguments, {whole} for an object with both, whose keys are `keys`, {list} for a
-    list of such objects, {fields} for arguments between marks of their own. field: these marks. repeats: more
-    calls, with their own triggers, may follow at once. text_after: and so may text. opening, closing: marks
-    around all calls, which may be missing. opens_whole: {whole} at the beginning of an answer is a call too.
+    trigger: the mark that begins a call. call: the rest of the call. In it {space} stands for blanks, {name}
+    for the function, {json} for its arguments, {whole} for an object with both, whose keys are `keys`, {list}
+    for a list of such objects, and {fields} for arguments between marks of their own. field: these marks.
+    repeats: more calls with their own triggers may follow directly. text_after: text may follow a call.
+    opening, closing: optional marks around all calls. opens_whole: {whole} at the beginning of an answer is
+    also a call.
     """
 
     trigger: str
@@ -102,8 +103,8 @@ def call_grammar(
 ) -> str:
     """Returns the grammar of answers to `rendered`, a conversation as text, in the family's format.
 
-    schema: a JSON schema of answers without a call; None leaves them free. ApiError 400 for a family whose
-    calls no grammar describes, or a schema that its form cannot hold.
+    schema: a JSON schema of answers without a call; None leaves them free. Raises ApiError 400 if the
+    family's calls have no grammar here, or its form cannot express a tool's schema.
     """
     writer = _Writer(tools, token_id, schema)
     if format is reply._HARMONY and token_id("<|channel|>") is not None:
@@ -127,7 +128,7 @@ def call_grammar(
 
 
 def _opens(rendered: str, format: Mapping[str, Any]) -> bool:
-    """Whether the conversation ends within reasoning."""
+    """Returns whether the rendered conversation ends inside reasoning, so the answer begins there."""
     anchors, thinks = format["start_anchor"], format["fields"]["reasoning_content"]
     begin = max(rendered.rfind(one) for one in ([anchors] if isinstance(anchors, str) else anchors))
     tail = rendered[max(begin, 0) :]
@@ -135,24 +136,27 @@ def _opens(rendered: str, format: Mapping[str, Any]) -> bool:
 
 
 class _Writer:
-    """Writes one grammar."""
+    """Writes one grammar, collecting its rules."""
 
     def __init__(self, tools: Tools, token_id: TokenId, schema: str | None) -> None:
         self._functions = [spec["function"] for spec in tools.specs]
         self._parallel = tools.parallel
         self._token_id = token_id
-        self._rules: dict[str, str] = {}  # name and attribute by body
-        # What answers without a call have to be; None leaves text free, before a call too.
+        self._rules: dict[str, str] = {}  # body of a rule -> its name and attribute
+        # The form of answers without a call; None leaves text free, also before a call.
         self._form = None if schema is None else f"SPACE {self._json(json.loads(schema))} SPACE"
 
     # -- answers -------------------------------------------------------------------------------
 
     def answer(self, style: _Style, thinks: Mapping[str, str] | None, *, is_open: bool) -> str:
-        """An answer in the form of most families."""
+        """Returns the grammar of an answer for all families but harmony.
+
+        thinks: the marks of reasoning, if the family has any. is_open: the answer begins inside reasoning.
+        """
         plain, thoughts = self._form or "TEXT", ""
         if thinks is not None:
             begin, end = self._before(thinks["open"]), self._until(thinks["close"])
-            plain = f"({plain} | {begin} TEXT)"  # reasoning that is cut
+            plain = f"({plain} | {begin} TEXT)"  # or reasoning that max_tokens cuts
             thoughts = f"({begin} {end})*"
         call = self._rule(" | ".join({self._call(style, one): None for one in self._functions}))
         head, trigger = self._before(style.trigger), self._written(style.trigger)
@@ -182,11 +186,11 @@ class _Writer:
         return self._grammar(body)
 
     def harmony(self) -> str:
-        """An answer in OpenAI's harmony: messages in channels, the last of which may be a call."""
+        """Returns the grammar of OpenAI's harmony: messages in channels, the last of which may be a call."""
         channel, message = self._written("<|channel|>"), self._written("<|message|>")
         way = f'{channel} ("commentary" | "analysis")'
         form = f'SPACE ({self._written("<|constrain|>")} "json" SPACE)? {message}'
-        # A mark that is spelled out reads like the mark itself.
+        # Text must not spell out a mark, because it would be read as the mark itself.
         text = self._rules[rf"/{_ANY}/ & ~/{_ANY}<\|(channel|message|start|end)\|>{_ANY}/"] = (
             "PLAIN"
         )
@@ -216,7 +220,7 @@ class _Writer:
         )
 
     def _whole(self, style: _Style, function: Mapping[str, Any], begin: str = "") -> str:
-        """begin: what has the brace and the first key."""
+        """Returns an object with name and arguments. begin: a rule that replaces the brace and first key."""
         name, arguments = (f'"{key}"' for key in style.keys)
         parts = (":", f'"{function["name"]}"', ",", arguments, ":")
         written = " SPACE ".join(map(json.dumps, parts))
@@ -258,7 +262,7 @@ class _Writer:
         return " ".join(found)
 
     def _value(self, value: object, schema: Mapping[str, Any], end: str, where: str) -> str:
-        """A value with the mark behind it. A text is written bare, anything else as JSON."""
+        """Returns a value followed by the mark `end`. Text is written bare, anything else as JSON."""
         if not isinstance(value, dict):
             raise _cannot(where, ["no type"])
         kinds, several = value.get("type"), value.get("anyOf")
@@ -291,17 +295,17 @@ class _Writer:
         return name.removesuffix(attribute)
 
     def _until(self, mark: str) -> str:
-        """Text up to the mark, and the mark."""
+        """Returns a rule for text up to the mark, including the mark."""
         found = self._rule(f"TEXT {json.dumps(mark, ensure_ascii=False)}", "[lazy]")
         id = self._token_id(mark)
         return found if id is None else self._rule(f"{found} | TEXT <[{id}]>")
 
     def _before(self, mark: str) -> str:
-        """What may stand before a call, and the mark that begins it."""
+        """Returns the text allowed before a mark, and the mark: free text, or blanks if there is a form."""
         return f"SPACE {self._written(mark)}" if self._form else self._until(mark)
 
     def _written(self, form: str, meant: Mapping[str, Callable[[], str]] | None = None) -> str:
-        """A form with its marks, and with what stands in its places."""
+        """Returns a form as Lark, with marks as tokens and `meant` replacing its placeholders."""
         return " ".join(self._piece(part, meant or {}) for part in _MARK.split(form) if part)
 
     def _piece(self, part: str, meant: Mapping[str, Callable[[], str]]) -> str:
@@ -314,13 +318,13 @@ class _Writer:
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments must fit; any object where the tool is not strict."""
+    """Returns the JSON schema of a function's arguments: any object if the tool is not strict."""
     empty: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
     return (function.get("parameters") or empty) if function.get("strict") else {"type": "object"}
 
 
 def _is_bare(value: object) -> bool:
-    """Whether a value is a text that reads the same without quotes and between blanks."""
+    """Returns whether a value is text that can be written without quotes and between blanks."""
     return isinstance(value, str) and value == value.strip() != ""
 
 

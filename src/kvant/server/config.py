@@ -1,4 +1,4 @@
-"""The configuration and limits of a server: options, built once at the edge, frozen."""
+"""The options and limits of a server, read once at the start and then frozen."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ _most = partial(_limit, prefix="max_")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client can ask for. A value is allowed, one more is refused.
-
-    Sizes in bytes, times in seconds.
-    """
+    """Inclusive limits on one client's requests. Sizes are in bytes, times in seconds."""
 
     body_bytes: int = _most(32 * 2**20, "Bytes of a request's body.", low=1)
     header_bytes: int = _most(32 * 2**10, "Bytes of a request's header.", low=256)
@@ -90,7 +87,7 @@ class Limits:
     stream_buffer_bytes: int = _most(
         2**20,
         "Bytes of text that wait for a client that reads slowly; more ends its request.",
-        low=2**12,  # with less, one piece could exceed it
+        low=2**12,  # one piece alone could exceed a smaller limit
     )
     template_seconds: float = _limit(
         2.0,
@@ -107,7 +104,7 @@ class Limits:
 
     @property
     def form(self) -> FormLimits:
-        """Limits of structured output."""
+        """The limits of structured output."""
         return FormLimits(
             self.form_bytes,
             self.schema_depth,
@@ -119,7 +116,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """When a dead engine is started again: at most `most` times in `window_seconds`.
+    """The rules for restarting a dead engine: at most `most` times within `window_seconds`.
 
     engine_timeout: seconds without a heartbeat after which an engine counts as hung and is killed.
     """
@@ -144,7 +141,7 @@ class Restarts:
 
 @dataclass(frozen=True, slots=True)
 class EventOptions:
-    """kv_events: where the engine process publishes what the prefix cache holds."""
+    """Options of KV events. kv_events: where the engine process publishes changes of the prefix cache."""
 
     kv_events: str | None = _server(
         None,
@@ -155,7 +152,7 @@ class EventOptions:
 
     @property
     def parsed(self) -> EventsConfig | None:
-        """Raises BadValue."""
+        """The parsed option, or None. Raises BadValue."""
         if self.kv_events is None:
             return None
         return parse_events(self.kv_events, asked_by="--kv-events")
@@ -166,11 +163,11 @@ EVENT_OPTIONS = options_of(EventOptions)
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """host and port to bind. served_names: the model's names for clients; the first is the one it
-    answers with. api_keys: empty accepts every request. max_queued: sequences that may wait beside the
-    running ones; None is four times max_num_seqs. max_queued_tokens: tokens of waiting prompts; None is
-    what the engine computes in ten seconds. allowed_origins: origins of browser pages beside this machine's
-    own; "*" is every page.
+    """A server's configuration. host, port: the address to bind. served_names: the model's names for
+    clients; answers have the first one. api_keys: an empty tuple accepts every request. max_queued: sequences
+    that may wait beside the running ones; None is four times max_num_seqs. max_queued_tokens: prompt tokens
+    that may wait; None is what the engine computes in ten seconds. allowed_origins: origins of web pages
+    beside this machine's own; "*" allows every page.
     """
 
     host: str = _server("127.0.0.1", "Address to listen on.")
@@ -238,7 +235,7 @@ class ServerConfig:
 
     @property
     def own_template(self) -> str | None:
-        """The text of the file that --chat-template names. Raises BadValue."""
+        """The text of the file given by --chat-template, or None. Raises BadValue."""
         if self.chat_template is None:
             return None
         try:

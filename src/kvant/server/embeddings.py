@@ -29,12 +29,12 @@ from kvant.server.requests import (
 )
 
 MOST_INPUTS = 2048
-"""A request's limit, as OpenAI's."""
+"""Most inputs of one request, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request for embeddings. generation: its inputs as prompts."""
+    """A parsed request for embeddings. generation: runs its inputs as prompts."""
 
     generation: Generation
     body: wire.EmbeddingBody
@@ -49,7 +49,7 @@ async def embed(call: Call) -> Response:
 
 
 def read_embedding(data: bytes, limits: Limits, facts: Facts) -> Wanted:
-    """Reads a body of /v1/embeddings."""
+    """Parses and checks a body of /v1/embeddings. Raises ApiError."""
     body, raw = parse(data, wire.EmbeddingBody)
     refuse_unserved(raw, wire.EmbeddingBody, EMBEDDINGS)
     check_model(body.model, facts)
@@ -72,7 +72,7 @@ def read_embedding(data: bytes, limits: Limits, facts: Facts) -> Wanted:
 
 async def _answer(call: Call, wanted: Wanted) -> Response:
     service, generation, body = call.service, wanted.generation, wanted.body
-    # One part after the other: a request takes half of the places at most.
+    # Run the inputs in parts, so that a request takes at most half of the places.
     size = max(1, service.admission.capacity // 2)
     hidden: list[bytes] = []
     num_tokens = 0
@@ -106,7 +106,7 @@ async def _answer(call: Call, wanted: Wanted) -> Response:
             )
         )
 
-    return await asyncio.to_thread(written)  # up to millions of numbers
+    return await asyncio.to_thread(written)  # an answer may have millions of numbers
 
 
 def _shown(vector: NDArray[np.float32], as_text: bool) -> list[float] | str:

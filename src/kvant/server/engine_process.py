@@ -1,8 +1,8 @@
 """The engine process: `python -P -m kvant.server.engine_process ipc://SOCKET`, started by the
 supervisor.
 
-Standard input brings the settings, one line of JSON, and then stays open. Its end means that the API
-process is gone, and this process ends too. Everything else travels over the socket.
+Standard input brings the settings as one line of JSON, and then stays open. When it closes, the API process
+is gone, and this process ends too. All other messages are sent over the socket.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 0.2
 LOST_SECONDS = 2.0
-"""An engine that lost a rank ends by itself in this time."""
+"""Seconds within which an engine that lost a rank normally ends by itself."""
 
 _log = logging.getLogger(__name__)
 
 
 def main(address: str) -> int:
-    """Start, report, serve until told to stop; the exit code."""
+    """Builds the engine, reports that it is ready, and serves. Returns the exit code.
+
+    address: the API process's ZeroMQ socket.
+    """
     logging.basicConfig(stream=sys.stderr, format="kvant engine: %(message)s")
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -83,7 +86,9 @@ def main(address: str) -> int:
     except KvantError as fault:
         return _refuse(socket, Fault(str(fault), fault.exit_code))
     except Exception as fault:
-        _log.exception("the engine could not start")  # our own bug, whose place must be known
+        _log.exception(
+            "the engine could not start"
+        )  # a bug in Kvant, so the log needs the traceback
         return _refuse(socket, Fault(f"the engine could not start: {fault!r}", 1))
     send(ready)
     search_rarely()
@@ -94,7 +99,7 @@ def main(address: str) -> int:
 
 
 def _publisher(settings: Settings, built: BuiltEngine) -> EventPublisher | None:
-    """The publisher of the prefix cache's events, if it was asked for."""
+    """Returns a publisher of the prefix cache's events, or None without --kv-events."""
     config = settings.build(EventOptions).parsed
     if config is None:
         return None
@@ -106,7 +111,7 @@ def _publisher(settings: Settings, built: BuiltEngine) -> EventPublisher | None:
 def _serve(
     driver: Driver[int], socket: zmq.Socket[bytes], publisher: EventPublisher | None
 ) -> None:
-    """Takes messages, steps and reports, for ever. A fault that is not one request's ends the loop."""
+    """Handles messages, steps the engine and sends reports, without end. A fatal error is raised."""
     pause = int(HEARTBEAT_SECONDS * 1000)
     last_report = 0.0
     while True:
@@ -131,7 +136,7 @@ def _serve(
 
 
 def take(driver: Driver[int], message: ToEngine) -> None:
-    """Submits or cancels."""
+    """Carries out a message: submits or cancels sequences."""
     match message:
         case Cancel():
             for id in message.ids:
@@ -141,7 +146,7 @@ def take(driver: Driver[int], message: ToEngine) -> None:
 
 
 def report_of(driver: Driver[int], events: list[Event[int]]) -> Report:
-    """The events of a step and the engine's counters as a message."""
+    """Returns a report of a step's events and the engine's counters."""
     pieces: list[Piece] = []
     failures: list[Failure] = []
     for job, news in events:
@@ -150,7 +155,7 @@ def report_of(driver: Driver[int], events: list[Event[int]]) -> Report:
         elif not isinstance(news, Progress):
             failures.append(Failure(job.key, "engine_fault", _OURS))
         elif news.result is None and not news.logprobs and news.prompt_logprobs is None:
-            pieces.append(Piece(job.key, news.text, news.token_ids))  # nearly all of them
+            pieces.append(Piece(job.key, news.text, news.token_ids))  # nearly all pieces are such
         elif news.result is None or news.result.finish_reason is not FinishReason.NUMERICAL_ERROR:
             pieces.append(_piece(job, news))
         else:
@@ -201,7 +206,7 @@ def _piece(job: Job[int], news: Progress) -> Piece:
 
 
 def _times(job: Job[int]) -> Times:
-    """At the end of a job."""
+    """Returns the times of a job that ends now."""
     first = job.first
     return Times(job.started - job.submitted, first - job.started, time.monotonic() - first)
 
@@ -232,7 +237,7 @@ def _ready(built: BuiltEngine) -> Ready:
 
 
 def _page_store(built: BuiltEngine) -> PageStore | None:
-    """What sessions need to know of page files."""
+    """Returns what the API process needs to find page files of sessions; None without files."""
     tiers = built.engine.tiers
     if tiers is None or tiers.files is None:
         return None
@@ -256,7 +261,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with_ranks(runner: Runner) -> None:
-    """End this process soon after a rank was lost, even if a kernel that waits for the rank never ends."""
+    """Ends this process soon after a rank was lost, even if a kernel waits for that rank for ever."""
     try:
         while True:
             time.sleep(HEARTBEAT_SECONDS)

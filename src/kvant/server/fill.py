@@ -1,4 +1,4 @@
-"""How models are asked for the text between two others: fill-in-the-middle (FIM)."""
+"""The prompt forms of fill-in-the-middle (FIM): asking a model for the text between two others."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class FillForm:
-    """The marks of a model, each one token: before the first text, between the two, and behind them.
+    """A model's FIM marks, each one token: before the first text, between the two, and after the second.
 
-    suffix_first: the text behind the gap comes first. repository, file: marks before the names of a
-    project and of its files; empty where the model has none.
+    suffix_first: the text after the gap comes first. repository, file: marks before the names of a project
+    and of its files; empty if the model has none.
     """
 
     marks: tuple[str, str, str]
@@ -31,7 +31,7 @@ class FillForm:
     def _context(self, files: Sequence[tuple[str, str]]) -> str:
         head = f"{self.repository}project\n" if files and self.repository else ""
         texts = [f"{self.file}{name}\n{_ended(text)}" for name, text in files]
-        # The gap is in a file of the same project, whose name is not known.
+        # The gap lies in another file of the project. Its name is unknown, so it is called "file".
         own = f"{self.file}file\n" if files and self.file else ""
         return "".join((head, *texts, own))
 
@@ -64,9 +64,9 @@ _FORMS = (
 
 
 def fill_form(has_token: Callable[[str], bool]) -> FillForm | None:
-    """Returns the form of a model; None for one that was not trained to fill.
+    """Returns the FIM form of a model; None if it has no such marks.
 
-    has_token: whether a text is one token of the model.
+    has_token: returns whether a text is one token of the model.
     """
     for form in _FORMS:
         if all(has_token(mark) for mark in form.marks if mark):
@@ -76,7 +76,7 @@ def fill_form(has_token: Callable[[str], bool]) -> FillForm | None:
 
 
 class IndentedText:
-    """Text that ends before a later line with less indentation than the least. Lines of blanks pass."""
+    """Text that ends before the first later line with less indentation than `least`; blank lines pass."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -88,7 +88,7 @@ class IndentedText:
         self.is_over = False
 
     def feed(self, more: str) -> str:
-        """Returns what may be shown now."""
+        """Adds text. Returns the text that can be shown now."""
         if self.is_over:
             return ""
         self.text += more
@@ -97,13 +97,13 @@ class IndentedText:
         return shown
 
     def finish(self) -> str:
-        """Returns what was held back, at the end of the answer."""
+        """Ends the text. Returns the text that was held back."""
         rest = "" if self.is_over else self.text[self._shown :]
         self._shown = len(self.text)
         return rest
 
     def _judge(self) -> int:
-        """The length up to which no later text can change what is shown."""
+        """Returns the length of the text that can be shown now, and cuts the text at a line that ends it."""
         if self._line < 0:
             self._line = self.text.find("\n")
         while self._line >= 0:

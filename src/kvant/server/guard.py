@@ -1,7 +1,7 @@
-"""What a request must pass before a route sees it: deadlines, sizes, the API key, and no foreign web page.
+"""Checks before a request reaches its route: deadlines, sizes, the API key, and the web page's origin.
 
-uvicorn itself waits forever for the rest of a header or of a body. Refusals before there is a request
-have the common format too.
+uvicorn itself waits for ever for the rest of a header or body. Refusals of connections that never sent a
+whole request have the common error format too.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _RETRY_SECONDS = 2
 
 
 def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
-    """The protocol class for `uvicorn.Config(http=...)`."""
+    """Returns a protocol class with these limits, for `uvicorn.Config(http=...)`."""
 
     class DeadlineProtocol(H11Protocol):
-        """Deadlines start at the connection or a header's first byte, and for a body at its headers."""
+        """Enforces deadlines: for a header from the connection or its first byte, for a body after that."""
 
         _timer: asyncio.TimerHandle | None = None
         _awaited: type | None = None
@@ -91,7 +91,7 @@ def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
                 self.transport.close()
 
         def send_400_response(self, msg: str) -> None:
-            """Called while a h11.RemoteProtocolError is handled: the input is not HTTP, or too large."""
+            """Refuses input that is not HTTP or too large. uvicorn calls it while it handles h11's error."""
             fault = sys.exception()
             status = fault.error_status_hint if isinstance(fault, h11.RemoteProtocolError) else 400
             if self.conn.our_state is h11.IDLE:
@@ -108,7 +108,7 @@ def protocol_with(limits: Limits) -> type[asyncio.Protocol]:
 
 
 def _whole(fault: ApiError) -> bytes:
-    """The answer, head and body, that ends its connection."""
+    """Returns the bytes of a whole error response that closes its connection."""
     body = msgspec.json.encode(fault.body)
     headers = {
         "connection": "close",
@@ -135,14 +135,14 @@ _LOOPBACK = re.compile(LOOPBACK_ORIGIN)
 
 
 class Guard:
-    """Decides from a request's head alone. The path is the scope's, never one that a header can forge."""
+    """Checks requests by their head alone: sizes, the API key, and without keys the origin and host."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._limits = config.limits
         self._keys = tuple(key.encode() for key in config.api_keys)
         self._origins = frozenset(config.allowed_origins)
         self._any_origin = "*" in self._origins
-        # With a key, or where the whole network is let in, a forged name gives a page nothing.
+        # The host is not checked with a key, or if any host may connect: a forged name gains nothing then.
         self._hosts: frozenset[str] | None = None
         if is_loopback(config.host) and not self._keys and not self._any_origin:
             named = (urlsplit(origin).hostname or "" for origin in self._origins)
@@ -150,7 +150,7 @@ class Guard:
 
     @property
     def any_key(self) -> bytes | None:
-        """A key that is accepted, if keys are needed."""
+        """One of the accepted keys, or None if no key is needed."""
         return self._keys[0] if self._keys else None
 
     def check(self, scope: Scope, *, is_open: bool) -> str | None:
@@ -171,7 +171,7 @@ class Guard:
             self._refuse_foreign_pages(headers)
         elif not is_open:
             given = _given_key(headers)
-            # All keys are compared, so that the time reveals nothing.
+            # Compare all keys, so that the time does not depend on which one matches.
             if not any([hmac.compare_digest(given, key) for key in self._keys]):
                 raise ApiError(
                     401, "no valid API key was given", type="authentication_error",
@@ -184,11 +184,11 @@ class Guard:
         return key
 
     def _refuse_foreign_pages(self, headers: Headers) -> None:
-        """Without a key, refuses web pages of other origins.
+        """Raises ApiError 403 for web pages of other origins, on a server without keys.
 
-        A browser sends simple requests across origins without asking first, so the page's Origin decides.
-        A page whose name was bound to this machine's address (DNS rebinding) has the server's own origin;
-        its Host header betrays it.
+        Browsers send simple requests across origins without a preflight, so the Origin header is checked. A
+        page whose host name was bound to this machine's address (DNS rebinding) has the server's own origin.
+        It is detected by its Host header.
         """
         origin = (header(headers, b"origin") or b"").decode("latin-1")
         if origin and not (
@@ -213,12 +213,12 @@ class Guard:
 
 
 def header(headers: Headers, name: bytes) -> bytes | None:
-    """The first header of this lower-case name."""
+    """Returns the first header with this lower-case name, or None."""
     return next((value for found, value in headers if found == name), None)
 
 
 def _given_key(headers: Headers) -> bytes:
-    """The key in `Authorization: Bearer KEY`, else in `X-Api-Key: KEY`; empty without."""
+    """Returns the key in `Authorization: Bearer KEY`, else in `X-Api-Key: KEY`, else b""."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return value[7:].strip()
@@ -226,8 +226,8 @@ def _given_key(headers: Headers) -> bytes:
 
 
 async def read_body(headers: Headers, receive: Receive, limits: Limits) -> bytes:
-    """Returns the whole body. ApiError 413 before more than the limit is in memory, 400 for a body that is
-    not plain JSON; Disconnected.
+    """Returns the whole body. Raises ApiError 413 before more than the limit is in memory, ApiError 400 for
+    another content type or encoding, and Disconnected.
     """
     kind = header(headers, b"content-type") or b"application/json"
     if kind.split(b";")[0].strip().lower() != b"application/json":

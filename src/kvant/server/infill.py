@@ -1,4 +1,4 @@
-"""/infill, as llama.cpp's editors ask for it: the text between a prefix and a suffix."""
+"""/infill, in the form that llama.cpp's editor plugins use: the text between a prefix and a suffix."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def infill(call: Call) -> Response:
 
 
 def read_infill(data: bytes, limits: Limits, facts: Facts) -> tuple[Generation, wire.InfillBody]:
-    """Reads a body of /infill."""
+    """Parses and checks a body of /infill. Raises ApiError."""
     body, raw = parse(data, wire.InfillBody)
     refuse_unserved(raw, wire.InfillBody, INFILL)
     check_model(body.model, facts)
@@ -73,15 +73,15 @@ def read_infill(data: bytes, limits: Limits, facts: Facts) -> tuple[Generation, 
     for name in _OWN:
         text.pop(name, None)
     if body.n_predict == 0:
-        text["n_predict"] = 1  # the engine's least; the writer drops it
-    # The beginning of the answer stands behind the marks, so the model goes on from there.
+        text["n_predict"] = 1  # the engine generates at least one token, and the writer drops it
+    # `prompt` is the beginning of the answer: it comes after the marks, and the model continues it.
     found = read_text({**text, "prompt": prompt + (body.prompt or "")}, limits, facts)
     return replace(found, source="input_prefix"), body
 
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes llama.cpp's answers. There is no [DONE]: the last event has `stop`."""
+    """Writes llama.cpp's answers. A stream has no [DONE]: its last event has `stop` set."""
 
     model: str
     generation: Generation
@@ -160,7 +160,7 @@ class _Writer:
         )
 
     def _chosen(self, answer: wire.InfillAnswer) -> object:
-        """The answer, or its fields that were asked for, under the names in `response_fields`."""
+        """Returns the answer, or only the fields named in `response_fields`."""
         if self.body.response_fields is None:
             return answer
         found: dict[str, Any] = {}
@@ -178,7 +178,7 @@ class _Writer:
 
 
 def _paced(count: int, seconds: float) -> tuple[int, float, float, float]:
-    """A number of tokens, their milliseconds, milliseconds per token, and tokens per second."""
+    """Returns the number of tokens, milliseconds, milliseconds per token, and tokens per second."""
     return (
         count,
         seconds * 1000,

@@ -1,8 +1,8 @@
-"""Publishes what the prefix cache holds, in vLLM's wire format, so that routers can find prefixes.
+"""Publishes changes of the prefix cache in vLLM's wire format, so that routers can find prefixes.
 
-    PUB      topic | number of the message, 8 bytes big-endian | msgpack of [time, events, rank]
-    ROUTER   a request "", first number; answers "", number, msgpack for each kept message, and number -1
-             at the end
+    PUB      sends topic | number of the message, 8 bytes big-endian | msgpack of [time, events, rank]
+    ROUTER   replays: takes "", first number; answers "", number, msgpack for each kept message from there on,
+             then "", number -1, ""
 
 Each event is a map. Hashes are the last 64 bits of a page's hash, as an integer.
 """
@@ -21,13 +21,13 @@ from kvant.errors import NotServable, WayOut
 from kvant.kv.events import Cleared, EventsConfig, Medium, PageEvent, PageLog, Removed, Stored
 
 KEPT = 10_000
-"""Messages that can be asked for again."""
+"""Number of messages kept for replay."""
 
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventPublisher:
-    """Binds at once; raises NotServable for an address that is taken. Not thread-safe."""
+    """Publishes the events of `log`. Not thread-safe. Raises NotServable if it cannot bind its addresses."""
 
     def __init__(self, config: EventsConfig, log: PageLog, page_size: int) -> None:
         self._log, self._page_size = log, page_size
@@ -42,7 +42,7 @@ class EventPublisher:
         log.cleared()  # an engine before this one may have stored pages
 
     def publish(self) -> None:
-        """Send what happened since the last call, and answer requests for earlier messages."""
+        """Sends the events since the last call, and answers requests for earlier messages."""
         events = self._log.take()
         if events:
             payload = msgspec.msgpack.encode([time.time(), _wire(events, self._page_size), 0])
@@ -82,7 +82,7 @@ def _bound(socket: zmq.Socket[bytes], endpoint: str) -> zmq.Socket[bytes]:
 
 
 def _wire(events: Sequence[PageEvent], page_size: int) -> list[dict[str, Any]]:
-    """Events as maps; neighbouring pages of one prompt are told together, as are removals."""
+    """Returns events as maps. Consecutive pages of one prompt share an event, and so do removals in a row."""
     found: list[dict[str, Any]] = []
     last: tuple[Medium, bytes] | None = None  # the page that the event before stored, and where
     for event in events:

@@ -1,4 +1,4 @@
-"""What the page at / shows: the page itself, and the cache as it is now."""
+"""The web page at /, and the current state of the cache that it shows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def live_of(service: Service) -> wire.Live:
-    """The cache and its requests now."""
+    """Returns the current numbers of the cache and its requests."""
     supervisor, activity = service.supervisor, service.activity
     stats, ready, drafts = supervisor.stats, supervisor.ready, supervisor.stats.speculation
     loading = supervisor.loading
@@ -86,7 +86,7 @@ def page() -> tuple[bytes, dict[str, str]]:
 
 
 def _hash(data: bytes, tag: str) -> str:
-    """The one element of this name, as a policy names it."""
+    """Returns the hash of the page's one element `tag`, as a content security policy writes it."""
     (inside,) = re.findall(rb"<%b>(.*?)</%b>" % (tag.encode(), tag.encode()), data, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(inside).digest()).decode()
     return f"'sha256-{digest}'"

@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process: msgpack, strictly typed, never pickle.
 
-The engine process reads `ToEngine` and writes `FromEngine`. Decoding refuses wrong types. Ids are
-numbers of the API process; they never repeat, not even after a restart of the engine.
+The engine process reads `ToEngine` and writes `FromEngine`. Decoding refuses wrong types. The API process
+numbers sequences by ids, which never repeat, even after a restart of the engine.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ToEngine = Submit | Cancel
 
 
 class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="loading"):
-    """A download, conversion or other task of a start, see `models.local.Progress`; total 0: a phase of
-    unknown length.
+    """Progress of a download, conversion or other task of the start; see `models.local.Progress`. total: 0
+    for a phase of unknown length.
     """
 
     task: str
@@ -53,9 +53,9 @@ class Loading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="load
 
 
 class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the engine keeps page files, and what decides their names. windows: of each group of pages.
+    """The engine's page files. identity: fields of `PageIdentity`, which determine the files' names.
 
-    others: identities of the other ranks' files.
+    windows: the window of each group of pages. budget: bytes. others: identities of other ranks' files.
     """
 
     directory: str
@@ -66,8 +66,8 @@ class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """The engine takes requests. plan: the JSON of `kvant plan`. path: where the tokenizer lies.
-    pooling: None for an engine that generates.
+    """Says that the engine accepts requests. plan: the JSON of `kvant plan`. path: the model's directory,
+    for the tokenizer. pooling: how an embedding engine makes a vector; None for an engine that generates.
     """
 
     model: str
@@ -88,7 +88,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fault"):
-    """The engine could not start: a message for the user, and the exit code that fits it."""
+    """Says that the engine could not start. message: for the user. exit_code: of the server."""
 
     message: str
     exit_code: int
@@ -103,11 +103,11 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """What a step added to one sequence.
+    """What one step added to one sequence.
 
-    logprobs: of these tokens, if they were requested. prompt_logprobs: of every prompt token but the first,
-    with the first piece, if they were requested. The last piece sets the other fields.
-    num_cached_tokens: of the prompt. hidden: see `Result`.
+    logprobs: of these tokens, if requested. prompt_logprobs: of every prompt token but the first, in the
+    first piece, if requested. Only the last piece has the other fields. num_cached_tokens: prompt tokens from
+    the prefix cache. hidden: see `Result`.
     """
 
     id: int
@@ -126,7 +126,7 @@ FailureKind = Literal["refused", "numerical_error", "engine_fault", "engine_died
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The end of a sequence without a result. param: the field at fault, if the request was refused."""
+    """A sequence ended without a result. param: the wrong field, if the request was refused."""
 
     id: int
     kind: FailureKind
@@ -135,7 +135,7 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The fields of `kvant.engine.result.EngineStats`. saturated: (layer, values of K, values of V)."""
+    """The fields of `kvant.engine.result.EngineStats`. saturated: (layer, count of K, count of V)."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -153,7 +153,7 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="report"):
-    """What happened since the last report. An empty report is the heartbeat of an idle engine.
+    """Events since the last report, and the engine's counters. An idle engine's heartbeat has no events.
 
     The counters are those of `kvant.engine.driver.Driver`.
     """
@@ -181,10 +181,10 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 def read_to_engine(data: bytes) -> ToEngine:
-    """msgspec.ValidationError or DecodeError for anything that is not exactly such a message."""
+    """Decodes a message. Raises msgspec.ValidationError or DecodeError for any other data."""
     return _to_engine.decode(data)
 
 
 def read_from_engine(data: bytes) -> FromEngine:
-    """msgspec.ValidationError or DecodeError for anything that is not exactly such a message."""
+    """Decodes a message. Raises msgspec.ValidationError or DecodeError for any other data."""
     return _from_engine.decode(data)

@@ -1,6 +1,6 @@
 """The metrics of /metrics: Kvant's own names, and the vLLM names that dashboards and routers read.
 
-Label values come from closed sets; no text of a client becomes one.
+Label values come from closed sets and never from a client's text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOKENS = tuple(float(2**k) for k in range(18))
 
 
 class Metrics:
-    """Counts of one server. model: the name it answers with, the one value of its label."""
+    """The metrics of one server. model: the model's name in answers, the value of the label model_name."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class Metrics:
         label = ("model_name",)
 
         def counter(name: str, text: str, *more: str) -> Counter:
-            """With a label of its own, else the one that is counted from the start."""
+            """Makes a counter: the family if it has more labels, else its one counter, which starts at 0."""
             family = Counter(name, text, (*label, *more), registry=self._registry)
             return family if more else family.labels(model)
 
@@ -123,7 +123,7 @@ class Metrics:
             self._failed.labels(model, kind)
 
     def watch(self, supervisor: Supervisor, admission: Admission) -> None:
-        """Show the engine's own numbers as they are at the time of a scrape."""
+        """Adds the engine's numbers, which are read at each scrape."""
         self._registry.register(_EngineGauges(self._model, supervisor, admission))
 
     def text(self) -> bytes:
@@ -143,7 +143,7 @@ class Metrics:
         self._itl.observe(seconds)
 
     def stepped(self, before: Report, report: Report) -> None:
-        """What one report of the engine adds. A new engine counts from nothing."""
+        """Adds what changed between two reports of the engine. A restarted engine counts from 0."""
         if report.stats.num_steps < before.stats.num_steps:
             before = type(report)(type(report.stats)())
         self._audits.inc(report.num_audits - before.num_audits)
@@ -161,7 +161,7 @@ class Metrics:
             one.inc(after.num_preemptions - before.num_preemptions)
 
     def timed(self, times: Times, tokens: int) -> None:
-        """Where the time of one sequence went."""
+        """Adds the times of one sequence. tokens: of its answer."""
         self._queue.observe(times.queue)
         self._prefill.observe(times.prefill)
         self._decode.observe(times.decode)
@@ -170,7 +170,7 @@ class Metrics:
             self._each.observe(times.decode / (tokens - 1))
 
     def answered_whole(self, longest: int) -> None:
-        """Count a request whose answers have ended; longest: tokens of the longest."""
+        """Counts a request whose answers have ended. longest: tokens of its longest answer."""
         self._longest.observe(longest)
 
     def finished(
@@ -198,7 +198,7 @@ class Metrics:
             self._corrupted.inc()
 
     def answered(self, route: str, status: int) -> None:
-        """route: a path of the table of routes, or "other"."""
+        """Counts an HTTP response. route: a path of the table of routes, or "other"."""
         self._http.labels(self._model, route, str(status)).inc()
 
 
@@ -262,7 +262,7 @@ class _EngineGauges(Collector):
             yield from self._layers(ready, stats)
 
     def _layers(self, ready: Ready, stats: Stats) -> Iterable[Metric]:
-        """What every layer stores, and how much of each format is held."""
+        """Yields each layer's bytes per token, and the bytes held by format."""
         each: _Values = {}
         held: _Values = {}
         tokens = stats.num_held_pages * ready.page_size
@@ -277,7 +277,7 @@ class _EngineGauges(Collector):
 
 
 _Values = dict[tuple[str, ...], float]
-"""By the values of labels."""
+"""Values of a metric by the values of its labels."""
 
 
 def _family(
@@ -288,7 +288,7 @@ def _family(
     values: float | _Values,
     *labels: str,
 ) -> Metric:
-    """A family of metrics. labels: beside the model's; without any, `values` is the only one."""
+    """Returns a family of metrics. labels: beside model_name; without any, `values` is one number."""
     family = kind(name, text, labels=("model_name", *labels))
     for own, value in values.items() if isinstance(values, dict) else (((), values),):
         family.add_metric((model, *own), value)
@@ -300,7 +300,7 @@ _gauge = partial(_family, GaugeMetricFamily)
 
 
 def saturation_metric(model: str, stats: Stats) -> Metric:
-    """By layer and side; layers that held everything are left out."""
+    """Returns the counts of saturated values by layer and side; layers without any are left out."""
     found: _Values = {}
     for layer, k, v in stats.saturated:
         found |= {(layer, "k"): k, (layer, "v"): v}
@@ -323,7 +323,7 @@ _TIER_METRICS = (
 
 
 def offload_metrics(model: str, offload: OffloadStats) -> Iterable[Metric]:
-    """Counters of the tiers behind the device's pages, and what they hold."""
+    """Yields the counters of the tiers behind the device's pages, and the tiers' contents."""
     tiers = {"host": offload.host, "disk": offload.disk, "peer": offload.peer}
     for kind, name, text, field_name in _TIER_METRICS:
         values: _Values = {
@@ -341,7 +341,7 @@ def offload_metrics(model: str, offload: OffloadStats) -> Iterable[Metric]:
 
 
 def draft_metrics(model: str, drafts: SpeculationStats) -> Iterable[Metric]:
-    """vLLM's counters of drafts. Call only for an engine that drafts: dashboards take the name as a yes."""
+    """Yields vLLM's counters of drafts. Only for engines with drafts: dashboards test for the names."""
     places: _Values = {(str(at),): n for at, n in enumerate(drafts.accepted_per_position)}
     length = drafts.num_emitted_tokens / drafts.num_drafts if drafts.num_drafts else 0.0
     of_vllm, own = "vllm:spec_decode", "kvant:spec_decode"
@@ -362,7 +362,7 @@ def draft_metrics(model: str, drafts: SpeculationStats) -> Iterable[Metric]:
 
 @dataclass(frozen=True, slots=True)
 class LayerMetric:
-    """One layer of a plan. k and v: names of formats, "none" for a layer that stores nothing itself."""
+    """One layer of a plan. k, v: names of formats, "none" for a layer that stores nothing itself."""
 
     index: int
     k: str
@@ -371,7 +371,7 @@ class LayerMetric:
 
 
 def layers_of(plan: bytes) -> list[LayerMetric]:
-    """The layers of `kvant plan --format json`."""
+    """Returns the layers in the JSON of `kvant plan --format json`."""
 
     def named(choice: dict[str, str] | None) -> str:
         return "none" if choice is None else choice["format"]
@@ -387,7 +387,7 @@ _MOST_ENDED = 16
 
 @dataclass(slots=True)
 class Activity:
-    """Numbers of the requests that run and of the last ones that ended; no contents, no names."""
+    """Numbers of the running requests and of the last ones that ended, without contents or names."""
 
     running: dict[int, Running] = field(default_factory=dict)
     ended: deque[wire.LiveRequest] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))

@@ -1,7 +1,7 @@
 """/openapi.json, generated from the table of routes and the types of `kvant.server.wire`.
 
-This server's limits and its model narrow the types. A request that fits the description is answered,
-unless two of its fields contradict each other.
+The server's limits and its model narrow the types. A request that fits the document is served, unless two of
+its fields contradict each other.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _REASONS = {
 }
 _JSON = "application/json"
 _EMPTY_PROMPTS = ("TokenizeBody", "InfillBody")
-"""Bodies whose prompt may be empty."""
+"""Body types whose prompt may be empty."""
 
 
 def document(
     endpoints: Iterable[Endpoint], limits: Limits, facts: Facts | None, *, has_keys: bool
 ) -> dict[str, Any]:
-    """Returns the document. facts: None before the model is known; its bounds are missing then."""
+    """Returns the document. facts: None before the model is known; the model's bounds are missing then."""
     paths: dict[str, dict[str, Any]] = {}
     types: list[type] = []
     tables: dict[str, Table] = {}
@@ -96,7 +96,7 @@ def _operation(endpoint: Endpoint, *, has_keys: bool) -> dict[str, Any]:
 
 
 def _ok(endpoint: Endpoint) -> dict[str, Any]:
-    """An answer as JSON or text, and as a stream of server-sent events where the endpoint has one."""
+    """Returns the success response: JSON or text, and server-sent events if the endpoint has a stream."""
     if endpoint.answer is None:
         text = {endpoint.text: {"schema": {"type": "string"}}}
         return {"description": "The answer.", "content": text}
@@ -143,7 +143,7 @@ def _ref(name: str) -> dict[str, str]:
 def _schemas(
     types: list[type], tables: Mapping[str, Table], limits: Limits, facts: Facts | None
 ) -> dict[str, Any]:
-    """tables: by the names of bodies. A body has no other properties than its own and idle ones."""
+    """Returns all schemas. tables: by body. A body allows its own fields and fields without effect."""
     _, found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas = copy.deepcopy(found)  # parts of it are the types' own
     bodies = {name: schema for name, schema in schemas.items() if name.endswith("Body")}
@@ -165,7 +165,7 @@ def _schemas(
 
 
 def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
-    """A text or a conversation, not both."""
+    """Returns the schema of /tokenize's body: either a prompt or messages, not both."""
     forms = []
     for field, others in (
         ("prompt", {"messages": {"type": "null"}}),
@@ -179,7 +179,7 @@ def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
 
 
 Keywords = Mapping[str, Mapping[str, Any]]
-"""By JSON type: keywords that are added to every schema of that type."""
+"""JSON type -> keywords that are added to every schema of that type."""
 
 
 def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
@@ -229,7 +229,7 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "logit_bias": {
             "object": {
                 "maxProperties": limits.logit_bias,
-                # Narrower than what is accepted: every number of fewer digits is an id.
+                # Narrower than what the server accepts: all numbers with fewer digits are token ids.
                 "propertyNames": {"pattern": f"^[0-9]{{1,{len(str(facts.vocab_size)) - 1}}}$"},
             },
             "number": {"minimum": -100, "maximum": 100},
@@ -240,7 +240,7 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
 
 
 def _narrow(schema: dict[str, Any], keywords: Keywords) -> None:
-    """Adds keywords to a schema and to its parts."""
+    """Adds keywords to a schema and its parts, in place."""
     schema.update(keywords.get(schema.get("type", ""), {}))
     if "maximum" in schema:
         schema.pop("exclusiveMaximum", None)

@@ -1,7 +1,7 @@
-"""What every parameter of a request is, endpoint by endpoint: it works, is refused, or has no effect.
+"""Tables of the parameters that each endpoint refuses or that have no effect.
 
-A body's type has the parameters that work; the tables here have the others. A parameter that neither
-knows is refused. docs/parameters.md is written from this module.
+A body's type has the parameters that work; the tables here have the others. Unknown parameters are refused.
+docs/parameters.md is written from this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ IsNeutral = Callable[[object], bool]
 
 
 def _is(*allowed: object) -> IsNeutral:
-    """One of these values, of the same type: False is not 0."""
+    """Returns a test for these values that also compares types: False is not 0."""
     return lambda value: any(type(value) is type(a) and value == a for a in allowed)
 
 
@@ -30,7 +30,10 @@ _NOTHING = _is()
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """is_neutral: a value that asks for nothing; it passes, and so does null. way_out: what to do instead."""
+    """A refused parameter. is_neutral: tests for values that ask for nothing, which pass, as null does.
+
+    way_out: what to do instead, for the error message.
+    """
 
     is_neutral: IsNeutral = _NOTHING
     way_out: str = ""
@@ -38,7 +41,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The parameters of one endpoint beside those of its body's type. no_effect: why it has none."""
+    """The parameters of one endpoint that its body's type does not have. no_effect: name -> the reason."""
 
     refused: Mapping[str, Refused] = field(default_factory=dict)
     no_effect: Mapping[str, str] = field(default_factory=dict)
@@ -171,7 +174,7 @@ INFILL = Table(
             for name, one in {**_SHARED, **_ONLY_CONVERSATIONS}.items()
             if name not in _IN_INFILL
         },
-        # What editors send. The last of them is a rule of llama.cpp's for when to stop.
+        # Editors send this list. Its last item is llama.cpp's rule for when to stop.
         "samplers": Refused(
             _is([], ["top_k", "top_p", "infill"]), "top_k and top_p are parameters; leave it out"
         ),
@@ -338,7 +341,7 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 
 def read_template_values(given: str | None) -> dict[str, Any]:
-    """What --default-chat-template-kwargs says. Raises BadValue."""
+    """Parses the value of --default-chat-template-kwargs. Raises BadValue."""
     try:
         values = {} if given is None else json.loads(given)
     except json.JSONDecodeError as fault:

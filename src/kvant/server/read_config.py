@@ -1,4 +1,4 @@
-"""The configuration of a server out of settings: read, completed and checked once."""
+"""Builds the configuration of a server from settings: reads, completes and checks it once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvant.server.parameters import read_template_values
 
 
 def server_config(settings: Settings) -> ServerConfig:
-    """Raises BadValue for what no server may be."""
+    """Returns the server's configuration. Raises BadValue if an option cannot apply to a server."""
     config = settings.build(ServerConfig)
     config = replace(config, allowed_origins=read_origins(config.allowed_origins))
     if not config.served_names:
@@ -38,6 +38,6 @@ def server_config(settings: Settings) -> ServerConfig:
 
 
 def _name_of(model: str) -> str:
-    """Return a directory's base name, and any other model's name as the user gave it."""
+    """Returns a directory's base name, or any other model's name as the user gave it."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model

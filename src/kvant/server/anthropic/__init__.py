@@ -1,1 +1,1 @@
-"""Anthropic's Messages: bodies, answers, and the conversion to a request of the one model."""
+"""Anthropic's Messages API: its bodies, its answers, and the conversion of a body to a `Generation`."""

@@ -1,4 +1,4 @@
-"""From the body of /v1/messages to a request of the one model, by way of a conversation."""
+"""Converts the body of /v1/messages to a `Generation`, by way of a request of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-"""The fields of a conversation's request, as this endpoint calls them."""
+"""Names of a chat request's fields -> their names in this endpoint's body, for error messages."""
 _SAME = ("model", "temperature", "top_k", "top_p", "stream", "max_tokens")
 
 
@@ -57,7 +57,7 @@ def _read(body: CountBody, chat: dict[str, Any], limits: Limits, facts: Facts) -
     messages = _messages(body)
     chat |= {"messages": messages, **_tools(body)}
     if messages[-1]["role"] == "assistant" and messages[-1].get("tool_calls") is None:
-        chat["continue_final_message"] = True  # the answer goes on from there
+        chat["continue_final_message"] = True  # the answer continues the assistant's message
     if (form := _format(body)) is not None:
         chat["response_format"] = form
     if body.output_config is not None and body.output_config.effort is not None:
@@ -86,7 +86,7 @@ def _messages(body: CountBody) -> list[dict[str, Any]]:
 
 
 def _turn(turn: Turn, where: str) -> list[dict[str, Any]]:
-    """A user's turn as results of tools and text; an assistant's as one message."""
+    """Converts a turn to chat messages: a user's to tool results and text, an assistant's to one message."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     texts: list[str] = []
@@ -148,7 +148,7 @@ def _text(given: str | Sequence[Block], where: str) -> str:
 
 
 def _tools(body: CountBody) -> dict[str, Any]:
-    """tools and tool_choice as a conversation's request has them."""
+    """Returns tools and tool_choice as fields of a chat request."""
     specs = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
     found: dict[str, Any] = {"tools": specs} if specs else {}
     choice = body.tool_choice

@@ -1,4 +1,4 @@
-"""The JSON of /v1/messages."""
+"""Types of the JSON of /v1/messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Turn(Struct, frozen=True):
 
 
 class MessagesTool(Struct, frozen=True):
-    """A function of the client. type: "custom" or absent; others are Anthropic's own tools."""
+    """A function that the client runs. type: "custom" or absent; other types are Anthropic's own tools."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
     input_schema: dict[str, Any] | None = None
@@ -46,7 +46,7 @@ class MessagesToolChoice(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """budget_tokens: a wish; max_tokens bounds thinking and answer together."""
+    """Whether to think. budget_tokens: has no effect; max_tokens bounds thinking and answer together."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -84,7 +84,7 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
 
 
 class MessagesUsage(Struct):
-    """input_tokens: tokens of the prompt that the cache did not have."""
+    """Token counts. input_tokens: prompt tokens that the prefix cache did not have."""
 
     input_tokens: Count
     output_tokens: Count
@@ -96,7 +96,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class MessagesAnswer(Struct, kw_only=True):
-    """content: blocks of type text, thinking or tool_use."""
+    """A whole answer. content: blocks of type text, thinking or tool_use."""
 
     id: str
     type: Literal["message"] = "message"
@@ -109,7 +109,7 @@ class MessagesAnswer(Struct, kw_only=True):
 
 
 class MessagesEvent(Struct):
-    """What every event of a stream has; its type says what else."""
+    """The field of every event of a stream; the type determines the other fields."""
 
     type: str
 
@@ -119,7 +119,7 @@ class InputTokens(Struct):
 
 
 class MessagesFault(Struct):
-    """param and code: as in OpenAI's errors."""
+    """An error in Anthropic's shape. param, code: as in OpenAI's errors."""
 
     type: str
     message: str

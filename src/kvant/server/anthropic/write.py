@@ -1,4 +1,4 @@
-"""A message from the engine's pieces: its events in order, and the whole of it; and Anthropic's errors."""
+"""Writes Anthropic's message from the engine's pieces, as events and as a whole, and Anthropic's errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DELTAS = {
 
 
 def error_body(fault: ApiError) -> MessagesError:
-    """The body of an error, in Anthropic's shape."""
+    """Returns the body of an error in Anthropic's shape."""
     kind = _ERRORS.get(
         fault.status, "api_error" if fault.status >= 500 else "invalid_request_error"
     )
@@ -42,7 +42,7 @@ def error_body(fault: ApiError) -> MessagesError:
 
 
 class MessageWriter:
-    """Writes one message. A whole message is what the methods of a stream leave behind."""
+    """Writes one message. The methods of a stream also fill `answer`, which is the whole message."""
 
     ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -143,7 +143,7 @@ def _event(type: str, data: bytes) -> bytes:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object; empty where max_tokens cut them."""
+    """Returns a call's arguments as an object; empty if max_tokens cut them."""
     try:
         return json.loads(text or "{}")
     except ValueError:

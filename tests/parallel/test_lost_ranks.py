@@ -129,6 +129,23 @@ class _Never:
         return False
 
 
+@pytest.mark.parametrize("nap", [0.0, 1e-4])
+def test_rank_0_does_not_sleep_while_it_waits(nap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that slept runs slower for a while, and even a sleep of 0 s takes 50 us."""
+    slept: list[float] = []
+    monkeypatch.setattr("kvant.parallel.watched.time.sleep", slept.append)
+
+    class Third(_Never):
+        asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked == 3
+
+    WatchedMark(Third(), lambda: None, nap).synchronize()  # type: ignore[arg-type]
+    assert slept == ([nap, nap] if nap else [])
+
+
 def test_waiting_for_a_kernel_that_never_ends_ends_with_the_rank() -> None:
     asked = []
 

@@ -24,7 +24,7 @@ from kvant.errors import EngineFault
 from kvant.kernels.triton.device import launches_ahead
 from kvant.models.sharding.shard import Shard
 
-MOST_ROWS = 128
+MOST_ROWS = 256
 """Most rows of one sum. Larger sums go through NCCL."""
 
 _CHECKS = 3

@@ -111,6 +111,7 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
     """Seconds between the tokens of running answers, with and without restores beside them.
 
     slowest: the longest ones beside restores, each with its step since the request's arrival.
+    slowest_of_each: of each restore, and of each request whose pages the device still had.
     """
     from kvant.sampling.sampling_params import SamplingParams
 
@@ -126,18 +127,27 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
         started = time.perf_counter()
         engine.step()
         plain.append(time.perf_counter() - started)
-    beside: list[float] = []
-    slowest: list[tuple[float, int]] = []
-    for _ in range(restores):
-        first = len(beside)
-        engine.scheduler.allocator.forget_all()
+
+    def steps() -> list[float]:
+        found = []
         number = engine.submit(_prompt(0, context), SamplingParams(temperature=0, max_tokens=1))
         while number in engine.numbers:
             started = time.perf_counter()
             engine.step()
-            beside.append(time.perf_counter() - started)
-        slowest += [(seconds, i - first) for i, seconds in enumerate(beside) if i >= first]
+            found.append(time.perf_counter() - started)
+        return found
+
+    beside: list[float] = []
+    slowest: list[tuple[float, int]] = []
+    most: dict[str, list[float]] = {"restored": [], "on_device": []}
+    for _ in range(restores):
+        engine.scheduler.allocator.forget_all()
+        found = steps()
+        beside += found
+        most["restored"].append(max(found))
+        slowest += [(seconds, place) for place, seconds in enumerate(found)]
         slowest = sorted(slowest, reverse=True)[:_NUM_SLOWEST]
+        most["on_device"].append(max(steps()))
     for number in engine.numbers:
         engine.cancel(number)
     stats = engine.stats.offload
@@ -147,6 +157,7 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
         "without": _summary(plain),
         "beside_restores": _summary(beside),
         "slowest": slowest,
+        "slowest_of_each": most,
         "steps_a_restore": len(beside) / restores,
         "restored_tokens": stats.num_restored_tokens,
         "p99_ratio": _summary(beside)["p99"] / _summary(plain)["p99"],

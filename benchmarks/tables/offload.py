@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.tables import Cells, table
 
 
+@table("h200-agent-trace", "h200-agent-trace.json")
 @table("agent-trace", "cpu-agent-trace.json")
 def agents(run: Any) -> Cells:
     lines = [["host tier", "tokens of all turns", "computed", "computed again", "restored"]]

@@ -232,6 +232,42 @@ def test_files_survive_the_engine(tmp_path: Path) -> None:
     assert stats.disk.restored == 8 * ((40 - 1) // PAGE)
 
 
+def test_a_long_prompt_is_looked_for_in_files_once_it_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a running request, which no step holds up to hash all of it."""
+    monkeypatch.setattr("kvant.scheduling.scheduler.HASHED_PAGES", 2)
+    first, _ = offloading(directory=tmp_path)
+    run(first, [prompt(0)])
+    engine, runner = offloading(directory=tmp_path)
+    settle(engine)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    engine.submit(prompt(5, 8), params)
+    engine.step()
+    before = runner.num_run_tokens
+    assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
+    assert runner.num_run_tokens - before <= 60 + PAGE + NUM_TOKENS
+    assert counts(engine)[0] == 1
+
+
+def test_a_load_that_is_cancelled_before_its_first_copy_leaves_nothing() -> None:
+    engine, _ = offloading()
+    for i in range(8):
+        run(engine, [prompt(i)])
+    engine.submit(prompt(9, 8), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    engine.step()
+    number = engine.submit(prompt(0), SamplingParams(temperature=0, max_tokens=4))
+    tiers = engine.tiers
+    assert tiers is not None
+    while not tiers._loads:
+        engine.step()
+    assert not tiers._parts, "copies begin with the next step"
+    engine.cancel(number)
+    finish(engine, engine.audit)
+    assert engine.stats.num_held_pages == 0
+    engine.audit()
+
+
 def test_an_engine_reads_what_another_one_writes_meanwhile(tmp_path: Path) -> None:
     """Prefill in one engine, decode in another: the files of a directory are all they share."""
     prefill, _ = offloading(directory=tmp_path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvant.kv.identity import PageIdentity
@@ -87,7 +86,7 @@ class RankedMover:
         self._jobs[job] = {}
         places = [(move.group, move.device_page, move.host_page, move.checksum) for move in moves]
         self._ranks.send(LoadPages(job, places))
-        self._own.load(job, [replace(m, checksum=part_of(m.checksum, 0)) for m in moves])
+        self._own.load(job, [m._replace(checksum=part_of(m.checksum, 0)) for m in moves])
 
     def take(self) -> list[Moved]:
         self._ranks.check()

@@ -508,6 +508,15 @@ class HeldPages:
         """Runs `find_restorable` for groups without windows."""
         finds = [group.find for group in self.shared.groups]
         lacking: list[Key] = []
+        if len(finds) == 1:
+            (find,) = finds
+            for index, digest in enumerate(hashes):
+                if find(digest) is None:
+                    key = Key(0, digest)
+                    if not has(key):
+                        return index, lacking
+                    lacking.append(key)
+            return len(hashes), lacking
         for index, digest in enumerate(hashes):
             keys = [Key(group, digest) for group, find in enumerate(finds) if find(digest) is None]
             if keys and not all(map(has, keys)):

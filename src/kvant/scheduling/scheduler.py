@@ -166,6 +166,7 @@ class Scheduler:
         # A copy of `_running` and its rows; None after `_running` changed.
         self._order: tuple[list[Sequence], NDArray[np.int64]] | None = None
         self._in_flight: list[Schedule] = []
+        self._unlooked: set[int] = set()  # requests that wait, whose pages were not looked for
         self._next_order = 0
 
     @property
@@ -200,11 +201,18 @@ class Scheduler:
         self._next_order += 1
         self._waiting.append(sequence)
         if self.tiers is not None and self.tiers.has_sources:
-            first = len(self.pages.find_prefix(sequence)[0])
-            if self.limits.prefix_caching and not sequence.lacks_prompt_logprobs:
-                digests = sequence.prefix_hashes[first + 1 :]
-                prompt = Prompt(sequence.request.salt, sequence.request.prompt_token_ids)
-                self.tiers.look(sequence.number, first, digests, prompt)
+            if sequence.num_tokens > HASHED_PAGES * self.limits.page_size:
+                self._unlooked.add(sequence.number)  # to hash a long prompt takes several steps
+            else:
+                self._look(self.tiers, sequence)
+
+    def _look(self, tiers: Tiers, sequence: Sequence) -> None:
+        """Looks for a sequence's pages in files and in other engines."""
+        first = len(self.pages.find_prefix(sequence)[0])
+        if self.limits.prefix_caching and not sequence.lacks_prompt_logprobs:
+            digests = sequence.prefix_hashes[first + 1 :]
+            prompt = Prompt(sequence.request.salt, sequence.request.prompt_token_ids)
+            tiers.look(sequence.number, first, digests, prompt)
 
     def schedule(self, num_draft_tokens: int = 0) -> Schedule | None:
         """Chooses the next step and counts it as launched.
@@ -315,6 +323,7 @@ class Scheduler:
         assert sequence.status is not Status.FINISHED
         if self.tiers is not None:
             self.tiers.end(sequence.number)
+            self._unlooked.discard(sequence.number)
         self.pages.forget(sequence, reason)
         self.states.forget(sequence, reason)
         if sequence.status is Status.RUNNING:
@@ -423,6 +432,11 @@ class Scheduler:
                     return
                 if self._running and not self.pages.hash_some(sequence, HASHED_PAGES):
                     return
+                if sequence.number in self._unlooked:
+                    self._unlooked.discard(sequence.number)
+                    self._look(self.tiers, sequence)
+                    if self.tiers.progress_of(sequence.number) is Progress.MOVING:
+                        return
             found = self.pages.find_prefix(sequence)
             if self.states.is_on:
                 # A shorter prefix needs other pages of windows. Models with states have one group, and none.

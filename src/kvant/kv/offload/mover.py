@@ -140,6 +140,8 @@ class PageMover:
         self._storing, self._loading = make_copier(), make_copier()
         self._stores = ThreadPoolExecutor(1, "kvant-store")
         self._loads = ThreadPoolExecutor(1, "kvant-load")
+        self._ends = ThreadPoolExecutor(1, "kvant-loaded")
+        self._last_end = 0.0
         self._checks = ThreadPoolExecutor(1, "kvant-check")
         self._hashers = ThreadPoolExecutor(_HASHERS, "kvant-checksum")
         self._done: deque[Moved] = deque()
@@ -176,10 +178,10 @@ class PageMover:
     # -- in threads ----------------------------------------------------------------------------
 
     def _guarded(
-        self, work: Callable[[int, tuple[Move, ...], object], Moved],
+        self, work: Callable[[int, tuple[Move, ...], object], Moved | None],
         job: int, moves: tuple[Move, ...], mark: object,
     ) -> None:  # fmt: skip
-        """Run a job; one that fails has moved nothing that may be used."""
+        """Runs a job, or its first half, which returns None. After a fault no page of it may be used."""
         try:
             done = work(job, moves, mark)
         except BaseException as fault:
@@ -187,8 +189,9 @@ class PageMover:
                 threading.ExceptHookArgs((type(fault), fault, fault.__traceback__, None))
             )
             done = Moved(job, (None,) * len(moves), 0, 0.0)
-        self._done.append(done)
-        self._bell.ring()
+        if done is not None:
+            self._done.append(done)
+            self._bell.ring()
 
     def _store(self, job: int, moves: tuple[Move, ...], mark: object) -> Moved:
         started = time.perf_counter()
@@ -211,7 +214,8 @@ class PageMover:
     def _load(
         self, chunks: list[tuple[int, list[int]]], checked: Future[list[Future[list[bytes]]]],
         job: int, moves: tuple[Move, ...], mark: object,
-    ) -> Moved:  # fmt: skip
+    ) -> None:  # fmt: skip
+        """Begins the copies of a job. Another thread waits for them, so the bus goes on with the next job."""
         started = time.perf_counter()
         self._loading.begin(mark)
         sums: list[bytes | None] = [None] * len(moves)
@@ -228,8 +232,19 @@ class PageMover:
                 pages = [moves[place].device_page for place in good]
                 rows = [moves[place].host_page for place in good]
                 waits.append(self._loading.load(group, pages, rows))
+        end = partial(self._loaded, waits, sums, started)
+        self._ends.submit(self._guarded, end, job, moves, None)
+
+    def _loaded(
+        self, waits: Sequence[Callable[[], None]], sums: Sequence[bytes | None], started: float,
+        job: int, moves: tuple[Move, ...], _mark: object,
+    ) -> Moved:  # fmt: skip
         for wait in waits:
             wait()
+        started = max(
+            started, self._last_end
+        )  # before that, the copies waited for those of other jobs
+        self._last_end = time.perf_counter()
         return self._moved(job, moves, sums, started)
 
     def _check(

@@ -15,8 +15,7 @@ class Key(NamedTuple):
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One page of a group, between the device and host memory.
 
     checksum: of the page in host memory, to be checked before it is loaded; empty for a page to store.

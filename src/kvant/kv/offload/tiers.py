@@ -463,7 +463,7 @@ class Tiers:
         told: Sequence[Told | None],
         num_tokens: int,
     ) -> bool:
-        """Begin to copy pages from host memory to the device. False, and no change, without room.
+        """Decides to copy pages from host memory to the device. False, and no change, without room.
 
         joined: of each group, pages of the device that must stay meanwhile. keys: what to bring, the first
         pages first; all in host memory. told: of each. num_tokens: whose K and V they are.
@@ -480,7 +480,7 @@ class Tiers:
         )  # fmt: skip
         waiting = self._waiting.setdefault(number, _Waiting())
         waiting.progress, waiting.load = Progress.MOVING, load
-        self._feed(load)
+        self._bell.ring()  # copies begin with the next `poll`: this step has looked for the pages
         return True
 
     def _feed(self, load: int) -> None:
@@ -600,6 +600,8 @@ class Tiers:
         """Begin no further job of a load, and wait for its running jobs."""
         if load in self._loads:
             self._loads[load].is_whole = False
+            if self._loads[load].is_over:
+                self._end_load(load)
         while load in self._loads:
             self._bell.wait(0.01)
             self._take_moved()

@@ -1,8 +1,8 @@
-"""Splits the text of one answer into content, reasoning and tool calls, as it comes.
+"""Splits the text of one answer into content, reasoning and tool calls, while it streams.
 
-transformers' `ResponseParser` reads the family's format. Where a request forces a call, the answer is
-JSON by its form, and the form says what it means. A family is recognised by the markers in its chat
-template, because checkpoints of one architecture differ in what they were trained to write.
+transformers' `ResponseParser` reads the family's format. If a request forces a call, the answer is JSON of a
+known schema and is read without the parser. A family is recognised by the markers in its chat template,
+because checkpoints of one architecture differ in what they were trained to write.
 """
 
 # ruff: noqa: RUF001  DeepSeek's marks have characters of their own
@@ -19,13 +19,13 @@ from typing import Any
 
 _MOST_BRANCHES = 64
 _MOST_STEPS = 4
-"""From a reference to its definition; references may go in a circle."""
+"""Most references followed to a definition, since references may form a cycle."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a request says about tools. forced: a call is required: the name of the function, or "" for any.
+    """The tools of a request. forced: the function that must be called, "" for any, None if none must be.
 
     specs: in OpenAI's form, as the chat template takes them. parallel: several calls are allowed.
     """
@@ -40,12 +40,12 @@ class Tools:
 
     @property
     def is_strict(self) -> bool:
-        """Whether a call's arguments must fit their schema though no call is forced."""
+        """True if no call is forced, but a call's arguments must match their schema."""
         return self.forced is None and any(spec["function"].get("strict") for spec in self.specs)
 
     @property
     def form(self) -> dict[str, Any]:
-        """The JSON schema of an answer that is a forced call."""
+        """The JSON schema of a forced call: one function's arguments, or a list of calls of any function."""
         functions = [spec["function"] for spec in self.specs]
         if self.forced:
             return next(_parameters(one) for one in functions if one["name"] == self.forced)
@@ -71,7 +71,7 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
 def moved(schema: Any, path: str) -> Any:
-    """A schema that becomes a part of another one, at a JSON pointer. Its references follow it."""
+    """Returns a schema for use inside another one at a JSON pointer, with its references adjusted."""
     if isinstance(schema, list):
         return [moved(one, path) for one in schema]
     if not isinstance(schema, dict):
@@ -80,7 +80,7 @@ def moved(schema: Any, path: str) -> Any:
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             found[key] = f"#{path}{value[1:]}"
-        elif key in _OF_NAMES and isinstance(value, dict):  # keys are names, even "$ref"
+        elif key in _OF_NAMES and isinstance(value, dict):  # its keys are names, even a key "$ref"
             found[key] = {name: moved(one, path) for name, one in value.items()}
         else:
             found[key] = value if key in _VALUES else moved(value, path)
@@ -93,13 +93,13 @@ def _parameters(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_types(spec: dict[str, Any]) -> dict[str, Any]:
-    """A tool as the parser takes it, which reads the types of arguments and follows no reference."""
+    """Returns a tool for the parser, which needs the types of arguments and does not follow references."""
     function = spec["function"]
     return {**spec, "function": {**function, "parameters": inlined(_parameters(function))}}
 
 
 def inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of an object whose properties have their own types instead of references to definitions."""
+    """Returns an object's schema with references to definitions replaced in its properties."""
     found: dict[str, Any] = _resolved(schema, schema)
     properties = found.get("properties")
     if not isinstance(properties, dict):
@@ -108,7 +108,7 @@ def inlined(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(value: Any, schema: dict[str, Any]) -> Any:
-    """A value's schema behind its references, and the branches of its choice behind theirs."""
+    """Returns the schema that a value's references lead to, also for each branch of an anyOf."""
     found = _followed(value, schema)
     several = found.get("anyOf") if isinstance(found, dict) else None
     if not isinstance(several, list):
@@ -131,9 +131,10 @@ def _followed(value: Any, schema: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a piece of text adds. kind: "content", "reasoning" or "call".
+    """A part of an answer. kind: "content", "reasoning" or "call".
 
-    A call has a number, and with its first part an id and a name; text is its arguments.
+    number: of the call in the answer. The first part of a call has its id and name. A call's text is a piece
+    of its arguments.
     """
 
     kind: str
@@ -144,16 +145,19 @@ class Part:
 
 
 class ReplyReader:
-    """Reads one answer. prefix: the rendered prompt, which may have opened the reasoning already."""
+    """Splits one answer into parts. prefix: the rendered prompt, which may already have opened reasoning.
+
+    format: of the model's family, see `reply_format`; None shows the text unchanged.
+    """
 
     def __init__(self, format: dict[str, Any] | None, tools: Tools | None, prefix: str) -> None:
         self._tools = tools
         self._forced = None if tools is None else tools.forced
-        self._text: list[str] = []  # of a forced call
+        self._text: list[str] = []  # the answer so far, if any function must be called
         self._num_calls = 0
         self._trims = {"content": _Trim(), "reasoning": _Trim()}
         self._parser: Any = None
-        self._arguments: _Arguments | None = None  # of the call that grows
+        self._arguments: _Arguments | None = None  # of the call that is being streamed
         if format is not None:
             format = _fitting(format, tools)
         calls = None if format is None else format["fields"].get("tool_calls")
@@ -176,7 +180,7 @@ class ReplyReader:
         return self._num_calls > 0
 
     def feed(self, text: str) -> list[Part]:
-        """Returns what this piece of the answer shows."""
+        """Reads a piece of the answer. Returns the parts that it completes."""
         if self._forced:
             first = self._num_calls == 0
             if not text:
@@ -193,7 +197,7 @@ class ReplyReader:
         return list(self._parts(self._parsed(lambda parser: parser.feed(text), text)))
 
     def finish(self) -> list[Part]:
-        """Returns what the end of the answer shows."""
+        """Ends the answer. Returns the remaining parts."""
         if self._forced == "":
             return self._forced_calls("".join(self._text))
         if self._parser is None:
@@ -220,7 +224,7 @@ class ReplyReader:
                     yield Part(kind, text)
 
     def _of_call(self, event: dict[str, Any]) -> Iterator[Part]:
-        """What an event of a call's region shows: pieces of its arguments, or the whole call at its end."""
+        """Yields an event's parts inside a call: pieces of its arguments, or the whole call at its end."""
         kind = event["type"]
         if kind == "region_open":
             captured = getattr(self._parser, "_captures", {}).get("name")
@@ -234,7 +238,7 @@ class ReplyReader:
             if call.number is not None:
                 yield Part("call", text, call.number)
             elif self._tools is None or call.name not in self._tools.names:
-                self._arguments = None  # shown at its end, as a whole
+                self._arguments = None  # not streamed: the whole call is read at its end
             elif self._tools.parallel or self._num_calls == 0:
                 call.number, self._num_calls = self._num_calls, self._num_calls + 1
                 yield Part("call", text, call.number, _new_id(), call.name)
@@ -245,11 +249,11 @@ class ReplyReader:
                 yield from self._calls(event["value"])
 
     def _calls(self, value: Any) -> Iterator[Part]:
-        """A call, several, or text that was meant to be one."""
+        """Yields one or several calls; a malformed call becomes content."""
         function = value.get("function") if isinstance(value, dict) else None
         for one in function if isinstance(function, list) else [function]:
             if isinstance(one, dict) and isinstance(one.get("function"), dict):
-                one = one["function"]  # OpenAI's form, which Llama writes at times
+                one = one["function"]  # OpenAI's form, which Llama sometimes writes
             name = one.get("name") if isinstance(one, dict) else None
             arguments = None
             if isinstance(one, dict):
@@ -277,24 +281,27 @@ _WHOLE_CALL = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _MOST_HEAD = 512
-"""Characters in which a call must show its name and begin its arguments, to be streamed."""
+"""Characters within which a call's arguments must begin, for the call to be streamed."""
 
 
 class _Arguments:
-    """The arguments of one call out of its JSON, as it comes. name: as the call's mark says; else the JSON
-    has it, before the arguments. Gives up for another order of the JSON: the whole call is read then.
+    """Extracts one call's arguments from its JSON while it streams. name: from the call's mark; if None, the
+    JSON must have the name before the arguments. For another order nothing is streamed, and the whole call is
+    read at its end.
     """
 
     def __init__(self, name: str | None) -> None:
         self.name = name
-        self.number: int | None = None  # among the answer's calls, once it is shown
+        self.number: int | None = (
+            None  # the call's number in the answer, once its first part was shown
+        )
         self.begun = self._ended = self._failed = False
         self._head = ""
         self._depth = 0
         self._in_text = self._escaped = False
 
     def feed(self, text: str) -> str:
-        """Returns what this piece adds to the arguments."""
+        """Reads a piece of the call. Returns the text that it adds to the arguments."""
         if self._failed or self._ended:
             return ""
         if not self.begun:
@@ -318,7 +325,7 @@ class _Arguments:
         return text
 
     def _begin(self) -> str:
-        """What follows the head, once it is complete."""
+        """Returns the text after the call's head, or "" until the head is complete."""
         if self.name is not None:
             rest = self._head.lstrip()
             self.begun = rest.startswith("{")
@@ -333,7 +340,7 @@ class _Arguments:
 
 
 class _Trim:
-    """Takes the blanks from both ends of a text that comes in pieces."""
+    """Strips the blanks from both ends of a text that streams."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -354,7 +361,7 @@ def _raw(value: Any) -> str:
 
 
 def _new_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse every other id."""
+    """Returns an id of nine letters and digits, since Mistral's templates refuse every other form."""
     return uuid.uuid4().hex[:9]
 
 
@@ -524,7 +531,7 @@ _REASONS = ("<think>", "<|channel|>", "<|channel>", "[THINK]")
 
 
 def _with(format: dict[str, Any], **changed: Mapping[str, str]) -> dict[str, Any]:
-    """A format with other patterns of some fields, in the place of their marks."""
+    """Returns a format in which patterns replace the marks of some fields."""
     fields = dict(format["fields"])
     for name, patterns in changed.items():
         marks = {key.removesuffix("_pattern") for key in patterns}
@@ -533,10 +540,10 @@ def _with(format: dict[str, Any], **changed: Mapping[str, str]) -> dict[str, Any
     return {**format, "fields": fields}
 
 
-# Models also write calls that are not quite in their form. These were seen in answers of real models.
+# Models also write calls that deviate from their form. These deviations occur in answers of real models.
 _OPENS_LLAMA = r'\A\s*(?=\{\s*(?:"name"|"type"\s*:\s*"function"\s*,\s*"(?:name|function)"))'
 _LOOSE: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
-    (  # A call within reasoning ends it. Qwen3-Coder leaves out the first mark behind a text.
+    (  # A call within reasoning ends it. Qwen3-Coder leaves out the first mark after text.
         _QWEN_XML,
         _with(
             _QWEN_XML,
@@ -577,7 +584,7 @@ _LOOSE: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 
 
 def _fitting(format: dict[str, Any], tools: Tools | None) -> dict[str, Any]:
-    """The format for a request: without calls if it has no tools, exact if a grammar enforces calls."""
+    """Returns the format for a request: without calls if it has no tools, exact if a grammar enforces it."""
     if tools is None:
         fields = {name: one for name, one in format["fields"].items() if name != "tool_calls"}
         return {**format, "fields": fields}

@@ -1,6 +1,6 @@
-"""From bytes to a checked request, for every endpoint that generates or tokenises.
+"""Parses and checks the bodies of all endpoints that generate or tokenise.
 
-Pure functions. For any bytes they return or raise ApiError, before anything is allocated.
+The functions are pure. For any bytes they return or raise ApiError, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the server knows about its model.
+    """The server's facts about its model.
 
-    defaults: sampling parameters of requests that do not set them. template: the chat template; None
-    without one. template_values: for the template, where a request sets none. reply: how its answers are
-    written, see `kvant.server.reply`; None if unknown.
-    infill: how it fills a gap, if it was trained to. pooling: of an engine that embeds, None for others.
+    names: the served names. defaults: sampling parameters of requests that do not set them. template: the
+    chat template, or None. template_values: defaults for the template's variables. reply: the format of its
+    answers, see `kvant.server.reply`; None if unknown. infill: its form of fill-in-the-middle, or None.
+    pooling: how an embedding engine makes a vector; None for an engine that generates.
     """
 
     names: tuple[str, ...]
@@ -83,10 +83,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages for the chat template. variables: further values that the template sees.
+    """Messages for the chat template. variables: further variables of the template.
 
-    tools: functions that the template shows. add_generation_prompt: ends the prompt where the assistant's
-    turn begins. continue_final_message: ends it within the last message instead.
+    tools: functions that the template describes. add_generation_prompt: the prompt ends where the assistant's
+    turn begins. continue_final_message: it ends within the last message instead.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -98,14 +98,14 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request as the server runs it: every prompt `n` times.
+    """A checked request that generates: every prompt is run `n` times.
 
-    conversation: instead of prompts, for the chat template. max_tokens: as the client set it, so never
-    cut. echo: answers begin with their prompts. prompt_logprobs: as the client asked, not counting
-    echo's. special_tokens: whether the tokenizer adds special tokens; None is the endpoint's default.
-    token_ids: answers carry token ids. tokens_as_ids: log-probabilities name tokens as "token_id:N".
-    request_id: the client's name for the request. source: the field that has the prompt.
-    tools: that the answer may call. reads_reply: the answer is split by `kvant.server.reply`.
+    conversation: replaces prompts, for the chat template. max_tokens: the client's own value, or None. echo:
+    answers begin with their prompts. prompt_logprobs: the client's own value, without echo's. special_tokens:
+    whether the tokenizer adds special tokens; None is the endpoint's default. token_ids: answers have token
+    ids. tokens_as_ids: log-probabilities name tokens as "token_id:N". request_id: the client's id for the
+    request. source: the body's field with the prompt, for errors. tools: tools that the answer may call.
+    reads_reply: the answer is split into parts by `kvant.server.reply`.
     """
 
     prompts: tuple[Prompt, ...]
@@ -137,15 +137,18 @@ class Generation:
 
 
 Raw = dict[str, Any]
-"""A body as JSON, with the fields that its type does not have."""
+"""A body as JSON, including fields that its type does not have."""
 
 
 def parse(data: bytes, model: type[_Body]) -> tuple[_Body, Raw]:
-    """Returns the body as a strict type and as it came. ApiError 400 names the field, never its value."""
+    """Parses a body. Returns it as `model` and as JSON. Raises ApiError 400, naming a wrong field.
+
+    The error never repeats the field's value.
+    """
     try:
         raw = msgspec.json.decode(data)
     except msgspec.ValidationError:
-        # A number beyond all bounds: only the typed reader says where it is.
+        # A number is out of msgspec's range. Only the typed decoder says where it is.
         return _converted(lambda: msgspec.json.decode(data, type=model), model), {}
     except (UnicodeDecodeError, RecursionError):
         raise bad_request("the body is not valid JSON", None) from None
@@ -164,7 +167,7 @@ def _converted(read: Any, model: type[Any]) -> Any:
 
 
 def _where(message: str, model: type[Any]) -> tuple[str | None, str]:
-    """The field at fault and what is wrong with it, from msgspec's message."""
+    """Returns the wrong field's path and the problem, from msgspec's message."""
     text, _, path = message.rpartition(" - at `")
     if not text:
         text, path = path, "$"
@@ -179,7 +182,7 @@ def _where(message: str, model: type[Any]) -> tuple[str | None, str]:
 
 
 def _choices(kind: msgspec.inspect.Type, path: str) -> set[str]:
-    """The texts that the field at a path, without places in lists, may be."""
+    """Returns the texts allowed for the field at a path; the path has no list indices."""
     if isinstance(kind, msgspec.inspect.UnionType):
         return {text for one in kind.types for text in _choices(one, path)}
     if isinstance(kind, msgspec.inspect.ListType):
@@ -192,7 +195,7 @@ def _choices(kind: msgspec.inspect.Type, path: str) -> set[str]:
 
 
 def check_model(name: str | None, facts: Facts) -> None:
-    """ApiError 404 for a model that is not served; None is the served model."""
+    """Raises ApiError 404 for a model that is not served; None means the served model."""
     if name is not None and name not in facts.names:
         raise ApiError(
             404,
@@ -203,7 +206,7 @@ def check_model(name: str | None, facts: Facts) -> None:
 
 
 def read_chat(data: bytes, limits: Limits, facts: Facts) -> Generation:
-    """Reads the body of /v1/chat/completions."""
+    """Parses and checks the body of /v1/chat/completions. Raises ApiError."""
     body, raw = parse(data, ChatBody)
     refuse_unserved(raw, ChatBody, CHAT)
     return _of_chat(body, raw, limits, facts)
@@ -212,8 +215,9 @@ def read_chat(data: bytes, limits: Limits, facts: Facts) -> Generation:
 def read_conversation(
     raw: Raw, limits: Limits, facts: Facts, *, names: Mapping[str, str]
 ) -> Generation:
-    """Reads a body of /v1/chat/completions that was made from another endpoint's. names: what that
-    endpoint calls the fields, for errors.
+    """Checks a body of /v1/chat/completions that was converted from another endpoint's. Raises ApiError.
+
+    names: the fields' names in that endpoint's body, for errors.
     """
     try:
         body = _converted(lambda: msgspec.convert(raw, ChatBody), ChatBody)
@@ -228,12 +232,12 @@ def read_conversation(
 
 
 def renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error about the same field under its other name."""
+    """Returns an error with its field renamed. names: the new name of each field."""
     given = fault.param or ""
     field = re.split(r"[.\[]", given)[0]
     if names.get(field, field) == field:
         return fault
-    # Places in a list of messages are not those of the list that the client sent.
+    # The indices of messages differ from those of the list that the client sent, so they are dropped.
     param = names[field] if field == "messages" else names[field] + given[len(field) :]
     message = fault.message
     if message.startswith(given):
@@ -261,7 +265,9 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
         found = replace(found, sampling=replace(found.sampling, structured_outputs=form))
     if tools is not None and tools.is_strict:
         otherwise, alone = found.sampling.structured_outputs, found.sampling
-        if otherwise is not None and otherwise.schema is not None:  # of answers without a call
+        if (
+            otherwise is not None and otherwise.schema is not None
+        ):  # it applies to answers without a call
             alone = replace(alone, structured_outputs=None)
         _check_alone(alone, "strict, with tool_choice auto,", "tools")
         if not talk.add_generation_prompt:
@@ -282,7 +288,7 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
 
 
 def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
-    """Reads the body of /v1/completions, with the prompt in any of its four forms."""
+    """Parses and checks the body of /v1/completions, with the prompt in any of its four forms."""
     body, raw = parse(data, CompletionBody)
     refuse_unserved(raw, CompletionBody, COMPLETIONS)
     check_model(body.model, facts)
@@ -299,7 +305,7 @@ def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
 
 
 def read_text(raw: Raw, limits: Limits, facts: Facts) -> Generation:
-    """Reads a body of /v1/completions that was made from another endpoint's. Without max_tokens, the
+    """Checks a body of /v1/completions that was converted from another endpoint's. Without max_tokens, the
     answer continues to the end of the context.
     """
     body = _converted(lambda: msgspec.convert(raw, CompletionBody), CompletionBody)
@@ -308,7 +314,7 @@ def read_text(raw: Raw, limits: Limits, facts: Facts) -> Generation:
 
 
 def _with_suffix(prompt: Prompt, body: CompletionBody, facts: Facts) -> str:
-    """The prompt for the text between `prompt` and the suffix."""
+    """Returns the prompt that asks for the text between `prompt` and the body's suffix."""
     if facts.infill is None:
         raise bad_request("suffix: this model has no tokens for filling in the middle", "suffix")
     if not isinstance(prompt, str) or body.echo:
@@ -416,7 +422,7 @@ def _sampling(
 
 
 def _logit_bias(given: Mapping[str, float] | None, limits: Limits) -> dict[int, float]:
-    """JSON has texts for keys; they must be plain decimal ids."""
+    """Returns logit_bias with integer keys. JSON's keys are texts, which must be plain decimal ids."""
     _at_most(len(given or ()), limits.logit_bias, "logit_bias", "entries")
     found = {}
     for key, value in (given or {}).items():
@@ -427,7 +433,7 @@ def _logit_bias(given: Mapping[str, float] | None, limits: Limits) -> dict[int, 
 
 
 def _max_tokens(body: GenerationBody) -> int | None:
-    """One number with three names. Several may be given if they agree; n_predict -1 is none."""
+    """Returns the limit on new tokens, which has three names; given values must agree. -1 means none."""
     names = ("max_tokens", "max_completion_tokens", "n_predict")
     given = {name: value for name in names if (value := getattr(body, name)) not in (None, -1)}
     if len(set(given.values())) > 1:
@@ -454,7 +460,10 @@ _FORM_FIELDS = {
 
 
 def _form(body: GenerationBody, limits: Limits) -> StructuredOutputs | None:
-    """The form that the body asks for, checked for its size. ApiError 400 for two forms."""
+    """Returns the form of the answer that the body requires, or None. Raises ApiError 400.
+
+    It may be given in one way only and must be within the limits.
+    """
     try:
         forms = list(_forms(body))
         if forms:
@@ -487,7 +496,7 @@ def _of_response_format(given: ResponseFormat) -> Iterator[StructuredOutputs]:
     elif given.type == "json_schema":
         if given.json_schema is None:
             raise bad_request(f"{name}: type json_schema needs json_schema", f"{name}.json_schema")
-        # Always strict: an answer that breaks its schema is useless.
+        # `strict` is ignored: the schema is always enforced.
         yield StructuredOutputs(json=_schema(given.json_schema.schema, name), asked_as=name)
 
 
@@ -504,7 +513,7 @@ def _of_structured_outputs(given: StructuredBody) -> StructuredOutputs:
 
 
 def _schema(value: Any, name: str) -> Any:
-    """A schema that came as an object, as text; everything else as it is."""
+    """Returns a schema given as an object as text; any other value unchanged."""
     if not isinstance(value, dict):
         return value
     try:
@@ -517,11 +526,14 @@ def _schema(value: Any, name: str) -> Any:
 
 
 def read_prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[Prompt, ...]:
-    """A text, texts, token ids, or lists of these as prompts; `prompt` is the field of errors."""
+    """Returns the prompts from a text, texts, token ids, or lists of token ids. Raises ApiError 400.
+
+    Errors name the field `prompt`.
+    """
     if isinstance(given, list) and not given:
         raise bad_request("prompt is empty", "prompt")
     if isinstance(given, list) and len(given) > max(facts.max_model_len, limits.prompts):
-        # Before millions of items are looked at, in which time no other request is answered.
+        # Checked first: looking at millions of items would block all other requests.
         if isinstance(given[0], int):
             raise _too_long(len(given), 1, "prompt", facts)
         _at_most(len(given), limits.prompts, "prompt", "prompts")
@@ -537,14 +549,14 @@ def read_prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[
                 raise bad_request("this model has no tokenizer: give token ids", "prompt")
             found.append(item)
         else:
-            if len(item) < facts.max_model_len:  # longer prompts are refused for their length
+            if len(item) < facts.max_model_len:  # longer prompts are refused later for their length
                 check_tokens(item, "prompt", facts)
             found.append(tuple(item))
     return tuple(found)
 
 
 def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conversation:
-    """The messages as the chat template takes them: text parts joined by newlines, developer as system."""
+    """Returns the messages for the chat template, with text parts joined and role developer as system."""
     if not body.messages:
         raise bad_request("messages is empty", "messages")
     if not facts.has_tokenizer:
@@ -559,7 +571,7 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
         role = "system" if message.role == "developer" else message.role
         text = message.content
         if text is None and (message.tool_calls or message.reasoning_content or message.reasoning):
-            text = ""  # an answer that was a call, or was cut while it reasoned
+            text = ""  # an assistant's message with only a call or reasoning
         one = {"role": role, "content": text if isinstance(text, str) else _joined(text, index)}
         if message.name is not None:
             one["name"] = message.name
@@ -582,7 +594,7 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
 
 
 def _joined(parts: list[ContentPart] | None, index: int) -> str:
-    """The text of the parts of message `index`."""
+    """Returns the joined text of the parts of message `index`."""
     where = f"messages[{index}].content"
     if parts is None:
         raise bad_request(f"{where}: a text is required", where)
@@ -601,7 +613,7 @@ def _joined(parts: list[ContentPart] | None, index: int) -> str:
 
 
 def _of_tools(message: ChatMessage, index: int, facts: Facts) -> dict[str, Any]:
-    """What message `index` says of calls and reasoning, as chat templates read it."""
+    """Returns the fields of message `index` for calls and reasoning, as chat templates read them."""
     where = f"messages[{index}]"
     found: dict[str, Any] = {}
     if message.tool_calls or message.role == "tool":
@@ -619,7 +631,7 @@ def _of_tools(message: ChatMessage, index: int, facts: Facts) -> dict[str, Any]:
 
 
 def _made(call: MadeCall, where: str) -> dict[str, Any]:
-    """A call with its arguments as an object: chat templates write them themselves."""
+    """Returns a call with its arguments as an object, since chat templates write the JSON themselves."""
     name = f"{where}.function.arguments"
     try:
         arguments = json.loads(call.function.arguments or "{}")
@@ -641,7 +653,7 @@ def _require_tool_template(facts: Facts, param: str) -> None:
 
 
 def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:
-    """Values for the chat template. reasoning_effort is refused where the template does not read it."""
+    """Returns the template's variables. Refuses reasoning_effort if the template does not read it."""
     given = dict(body.chat_template_kwargs or {})
     for name in RESERVED_TEMPLATE_NAMES & given.keys():
         raise bad_request(
@@ -659,7 +671,7 @@ def _variables(body: ChatBody | TokenizeBody, facts: Facts) -> dict[str, Any]:
 
 
 def _tools(body: ChatBody, facts: Facts) -> Tools | None:
-    """The tools that the answer may call; None for none. Without tools, tool_choice has no effect."""
+    """Returns the tools that the answer may call, or None. Raises ApiError 400."""
     choice = body.tool_choice
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
         raise bad_request("tool_choice is none, auto, required or a function", "tool_choice")
@@ -692,7 +704,7 @@ def _tools(body: ChatBody, facts: Facts) -> Tools | None:
 
 
 def _without_none(value: Any) -> Any:
-    """An object without its null fields, which chat templates would show."""
+    """Returns an object without its null fields, which chat templates would write out."""
     if not isinstance(value, dict):
         return value
     return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
@@ -712,10 +724,10 @@ def strict_form(
     limits: Limits,
     otherwise: StructuredOutputs | None,
 ) -> StructuredOutputs:
-    """The form of an answer that may call strict tools. rendered: the conversation as text. otherwise: the
-    form of an answer that calls none.
+    """Returns the form of an answer that may call strict tools. rendered: the conversation as text.
+    otherwise: the form of an answer without a call, or None.
 
-    ApiError 400 where the model's way to write calls cannot be enforced.
+    Raises ApiError 400 if the model's way of writing calls cannot be enforced.
     """
     assert facts.reply is not None
     _check_parameters(tools, limits)
@@ -725,7 +737,7 @@ def strict_form(
 
 
 def _check_parameters(tools: Tools, limits: Limits) -> None:
-    """ApiError 400 for a function's schema that exceeds the limits."""
+    """Raises ApiError 400 if a function's schema exceeds the limits."""
     for spec in tools.specs:
         if parameters := spec["function"].get("parameters"):
             _tools_form(limits, json=parameters)
@@ -741,7 +753,7 @@ def _tools_form(limits: Limits, **form: Any) -> StructuredOutputs:
 
 
 def _check_alone(sampling: SamplingParams, what: str, param: str) -> None:
-    """ApiError 400 if something else decides the form or the end of an answer with calls."""
+    """Raises ApiError 400 if another parameter contradicts enforced calls. what: names them in the error."""
     if sampling.structured_outputs is not None:
         form = sampling.structured_outputs.asked_as
         raise bad_request(f"{what} contradicts a form of the answer: leave {form} out", param)
@@ -754,9 +766,9 @@ def _check_alone(sampling: SamplingParams, what: str, param: str) -> None:
 
 
 def check_tokens(tokens: Sequence[int], name: str, facts: Facts) -> None:
-    """ApiError 400 for an id outside the vocabulary."""
+    """Raises ApiError 400 for a token id outside the vocabulary. name: the field, for the error."""
     if not tokens or (min(tokens) >= 0 and max(tokens) < facts.vocab_size):
-        return  # there may be millions, and the event loop waits
+        return  # fast, because there may be millions and the event loop waits
     token = next(token for token in tokens if not 0 <= token < facts.vocab_size)
     raise bad_request(
         f"{name} contains token {shown(str(token))}; ids go from 0 to {facts.vocab_size - 1}", name
@@ -764,7 +776,7 @@ def check_tokens(tokens: Sequence[int], name: str, facts: Facts) -> None:
 
 
 def check_task(generation: Generation, facts: Facts) -> None:
-    """ApiError 400 for a text from an engine that embeds, or an embedding from one that generates."""
+    """Raises ApiError 400 if an embedding engine should generate, or a generating one should embed."""
     embeds = generation.sampling == EMBEDDING
     if facts.pooling is not None and not embeds:
         raise bad_request(
@@ -781,7 +793,7 @@ def check_task(generation: Generation, facts: Facts) -> None:
 
 
 def check_length(count: int, generation: Generation, name: str, facts: Facts) -> None:
-    """ApiError 400 if a prompt of `count` tokens and its max_tokens exceed the context."""
+    """Raises ApiError 400 if a prompt of `count` tokens and its max_tokens exceed the context."""
     if not count:
         raise bad_request(f"{name} has no tokens: there is nothing to go on from", name)
     wanted = 1 if generation.max_tokens is None else generation.max_tokens
@@ -799,7 +811,7 @@ def _too_long(count: int, wanted: int, name: str, facts: Facts) -> ApiError:
 
 
 def check_prompt_logprobs(prompts: list[tuple[int, ...]], wanted: Generation, most: int) -> None:
-    """ApiError 400 if the log-probabilities of the prompts would be more than `most` values."""
+    """Raises ApiError 400 if the prompts' log-probabilities would be more than `most` values."""
     each = wanted.sampling.prompt_logprobs
     if each is None:
         return
@@ -813,12 +825,12 @@ def check_prompt_logprobs(prompts: list[tuple[int, ...]], wanted: Generation, mo
 
 
 def shown(text: str) -> str:
-    """The part of a client's text that fits into a message."""
+    """Returns a client's text, shortened for an error message."""
     return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + ".."
 
 
 def needed(given: msgspec.Struct, field: str, where: str) -> str:
-    """Returns a field's text. ApiError 400 if it is None; where: the path of `given` in the body."""
+    """Returns a field's text. Raises ApiError 400 if it is None. where: the path of `given` in the body."""
     value = getattr(given, field)
     if value is None:
         raise bad_request(f"{where}.{field}: this field is required", f"{where}.{field}")
@@ -829,7 +841,7 @@ def needed(given: msgspec.Struct, field: str, where: str) -> str:
 def function_tool(
     name: str, description: str | None, parameters: object, strict: bool | None
 ) -> dict[str, object]:
-    """Returns a tool as a conversation's request has it."""
+    """Returns a function as a tool of a chat request."""
     function = {
         "name": name,
         "description": description,
@@ -840,7 +852,7 @@ def function_tool(
 
 
 def read_salt(given: str | None, limits: Limits) -> str:
-    """The client's salt. ApiError 400 for one of other characters."""
+    """Returns the client's salt, or "". Raises ApiError 400 for other characters or if it is too long."""
     if given is None:
         return ""
     if not _SALT.fullmatch(given) or len(given) > limits.cache_salt_chars:
@@ -852,7 +864,7 @@ def read_salt(given: str | None, limits: Limits) -> str:
 
 
 def _check_metadata(given: Mapping[str, str] | None, limits: Limits) -> None:
-    """A client's own notes on its request; they have no effect."""
+    """Raises ApiError 400 if metadata, which has no other effect, exceeds the limits."""
     _at_most(len(given or ()), limits.metadata_entries, "metadata", "entries")
     for key, value in (given or {}).items():
         _at_most(len(key), limits.metadata_key_chars, "metadata", "characters of a key")
@@ -872,7 +884,7 @@ _MOST_IGNORED = 100
 
 
 def refuse_unserved(raw: Raw, known: type[msgspec.Struct], table: Table) -> None:
-    """ApiError 400 for a field that is not offered, or that no one knows."""
+    """Raises ApiError 400 for a field of the body that is refused or unknown."""
     extra = _extra(raw, known)
     for name in sorted(_refuse(extra, table.refused)):
         if name not in table.no_effect:
@@ -882,7 +894,7 @@ def refuse_unserved(raw: Raw, known: type[msgspec.Struct], table: Table) -> None
 def _refuse(
     extra: Mapping[str, object], refused: Mapping[str, Refused], *, where: str = ""
 ) -> list[str]:
-    """Returns the names that the table does not have. ApiError 400 for one that is not offered."""
+    """Raises ApiError 400 for a refused field with a value that is not neutral. Returns unknown names."""
     unknown = []
     for name, value in extra.items():
         if name not in refused:
@@ -896,7 +908,7 @@ def _refuse(
 
 
 def note_ignored(names: Iterable[str]) -> None:
-    """Logs each ignored name once; clients choose the names, so the log is bounded."""
+    """Logs each ignored name once. Clients choose the names, so the number of lines is bounded."""
     for name in map(shown, names):
         if name not in _ignored and len(_ignored) < _MOST_IGNORED:
             _ignored.add(name)
@@ -913,7 +925,7 @@ def _fields(known: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _check_structured_outputs(raw: Raw) -> None:
-    """ApiError 400 for what is not offered within structured_outputs."""
+    """Raises ApiError 400 for refused or unknown fields of structured_outputs."""
     given = raw.get("structured_outputs")
     if isinstance(given, dict):
         name = "structured_outputs"

@@ -1,4 +1,4 @@
-"""What routers in front of several servers ask: load, and the token ids of a request, for prefix affinity."""
+"""Endpoints for routers in front of servers: the load, and a request's token ids for prefix affinity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvant.server.requests import Generation, read_chat, read_completion
 
 
 async def loads(call: Call) -> Response:
-    """The load in the form that gateways read from SGLang's workers; one data-parallel rank."""
+    """Answers with the load, in the form of SGLang's workers, as one data-parallel rank."""
     facts, service = call.service.require(), call.service
     stats, ready = service.supervisor.stats, service.ready
     waiting = max(stats.num_waiting, service.admission.held - stats.num_running)
@@ -35,7 +35,7 @@ async def loads(call: Call) -> Response:
 
 
 async def render_chat(call: Call) -> Response:
-    """The token ids that a conversation would run as. Nothing is generated."""
+    """Answers with the token ids of a conversation's prompt. Nothing is generated."""
     limits = call.service.config.limits
     generation = await call.read(lambda data: read_chat(data, limits, call.service.require()))
     (found,) = await unless_disconnected(call.receive, _rendered(call, generation))
@@ -43,7 +43,7 @@ async def render_chat(call: Call) -> Response:
 
 
 async def render_completion(call: Call) -> Response:
-    """The token ids of each prompt of a completion, as a list."""
+    """Answers with a list of the token ids of each prompt of a completion."""
     limits = call.service.config.limits
     generation = await call.read(lambda data: read_completion(data, limits, call.service.require()))
     return as_json(await unless_disconnected(call.receive, _rendered(call, generation)))

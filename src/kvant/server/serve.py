@@ -1,4 +1,4 @@
-"""The API process: bind, start the engine, answer, drain, and exit with a correct exit code.
+"""The API process: binds its address, starts the engine, answers requests, drains, and returns an exit code.
 
 Nothing in this process imports torch.
 """
@@ -37,9 +37,9 @@ _REQUEST_LINE = 8 * 2**10
 
 
 def serve(settings: Settings, config: ServerConfig, *, say: Callable[[str], None]) -> int:
-    """Serve until a signal; return the exit code. say: prints a line for the user.
+    """Serves until a signal arrives. Returns the exit code. say: prints a line for the user.
 
-    Raises KvantError for errors that the user can fix, before or instead of serving.
+    Raises KvantError if the start fails for a reason that the user can fix.
     """
     bound = bind(config.host, config.port)
     try:
@@ -49,7 +49,10 @@ def serve(settings: Settings, config: ServerConfig, *, say: Callable[[str], None
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind a socket before a model is loaded, so that a port in use is reported early."""
+    """Returns a listening socket, before a model is loaded, so that a port in use is reported early.
+
+    Raises BadValue if the address cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio disables Nagle's algorithm only if the protocol is named. Otherwise the second write of an
     # answer waits 40 ms for the first one's acknowledgement.
@@ -57,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-        sock.listen(128)  # a second server fails here where SO_REUSEADDR let it bind
+        sock.listen(128)  # a second server fails here, although SO_REUSEADDR lets it bind
     except OSError as fault:
         sock.close()
         raise BadValue(
@@ -78,7 +81,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def http_server(app: App, limits: Limits) -> uvicorn.Server:
-    """A server of this application that leaves signals to its caller."""
+    """Returns a uvicorn server of this application that leaves signals to its caller."""
     return _Uvicorn(
         uvicorn.Config(
             app,
@@ -146,7 +149,7 @@ class _Server:
         serving: asyncio.Task[None],
         signals: asyncio.Queue[int],
     ) -> int:
-        """Refuse new requests and let running ones end; a second signal ends them at once."""
+        """Refuses new requests and waits for running ones, until a timeout or a second signal."""
         service.draining = True
         held = service.admission.held
         if held:
@@ -158,7 +161,7 @@ class _Server:
         http.should_exit = True
         http.force_exit = forced.done()
         if service.admission.held:
-            # Every client is told; their streams end with an error event.
+            # Open streams then end with an error event.
             await service.supervisor.stop()
         await asyncio.wait((serving, forced), timeout=2, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
@@ -173,7 +176,7 @@ class _Server:
         if not first:
             _log.warning("the engine serves again")
             return
-        # Imported objects stay alive: a collection that searches them would stop every answer for 50 ms,
+        # Exempt all imported objects from collection: searching them would stop every answer for 50 ms,
         # repeatedly. Garbage of requests is collected as usual.
         gc.collect()
         gc.freeze()
@@ -201,13 +204,15 @@ class _Server:
 
 
 class _LoadingLog:
-    """One line a task, and for a long one its share and the time left, every ten seconds at most."""
+    """Prints a line per task of the start, and every ten seconds a long task's progress and time left."""
 
     def __init__(
         self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._say, self._clock = say, clock
-        self._began: dict[str, tuple[float, int]] = {}  # by task: when, and what was done then
+        self._began: dict[
+            str, tuple[float, int]
+        ] = {}  # task -> time of its first report, done then
         self._said = clock()
 
     def __call__(self, news: Loading) -> None:
@@ -227,5 +232,5 @@ class _LoadingLog:
 
 
 def log_to_stderr() -> None:
-    """Log warnings and errors as plain lines; tracebacks only for bugs in Kvant."""
+    """Sets up logging of warnings and errors as plain lines to stderr."""
     logging.basicConfig(stream=sys.stderr, format="kvant: %(message)s", level=logging.WARNING)

@@ -1,7 +1,7 @@
-"""A request inside the server: its place, its tokens, its sequences in the engine and their events.
+"""Runs requests inside the server: admits them, tokenises, submits sequences and delivers their events.
 
-Places are counted before a body is tokenised or even read: running and waiting sequences, and waiting
-prompt tokens.
+A full server refuses a request before its body is read. Admission counts running and waiting sequences, and
+waiting prompt tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ from kvant.server.supervisor import Channel, Event, State, Supervisor
 from kvant.server.template import Render, Renderer, open_tokenizer
 
 QUEUE_SECONDS = 10.0
-"""Without a token limit, waiting prompts may take this long at the measured speed."""
+"""Without a token limit, waiting prompts may take this many seconds at the measured speed."""
 _MOST_RETRY_SECONDS = 60
 
 
 class Admission:
-    """capacity: sequences; set when the engine reports how many it runs. most_tokens: tokens of prompts
-    without a first token; None allows QUEUE_SECONDS of them.
+    """Counts the places of a server. capacity: places for sequences, set when the engine is ready. held:
+    places in use. queued_tokens: tokens of prompts without a first token. most_tokens: their limit; None
+    allows what the engine computes in QUEUE_SECONDS.
     """
 
     def __init__(self, most_tokens: int | None = None) -> None:
@@ -66,7 +67,7 @@ class Admission:
         self.queued_tokens = 0
         self.tokens_per_second = 0.0  # prompt tokens per second, from the engine; 0 if unknown
         self._most_tokens = most_tokens
-        self._seconds_each = 0.0  # between two sequences that ended, smoothed
+        self._seconds_each = 0.0  # smoothed time between the ends of two sequences
         self._last_end = 0.0
 
     @property
@@ -77,7 +78,7 @@ class Admission:
         return self.tokens_per_second * QUEUE_SECONDS or math.inf
 
     def full(self) -> ApiError | None:
-        """Return a 429 if not even one sequence of one token fits, else None."""
+        """Returns an ApiError 429 if not even one sequence of one token fits, else None."""
         if self.capacity and self.held >= self.capacity:
             return self._too_many()
         if self.queued_tokens and self.queued_tokens >= self.most_tokens:
@@ -85,7 +86,7 @@ class Admission:
         return None
 
     def take(self, count: int) -> None:
-        """Reserve `count` places; ApiError 429 if the server is full, 400 if it can never hold them."""
+        """Reserves `count` places. Raises ApiError 429 if the server is full, 400 if they never fit."""
         if count > self.capacity:
             raise bad_request(
                 f"the request asks for {count} sequences at once; this server holds at most "
@@ -97,7 +98,7 @@ class Admission:
         self.held += count
 
     def take_tokens(self, count: int) -> None:
-        """Reserve prompt tokens; ApiError 429 if too many wait. If none waits, any prompt is accepted."""
+        """Reserves prompt tokens. Raises ApiError 429 if too many wait; if none wait, accepts any number."""
         if self.queued_tokens and self.queued_tokens + count > self.most_tokens:
             raise self._too_long(count)
         self.queued_tokens += count
@@ -139,11 +140,11 @@ def _bounded(seconds: float) -> int:
 
 @dataclass(slots=True)
 class Sequence:
-    """One of a request's answers so far. index: its place among the choices.
+    """One answer of a request so far. index: its place among the choices.
 
-    queued_tokens: of its prompt, until its first token; other answers to the same prompt find them in the
-    cache. token_ids, logprobs, prompt_logprobs: what has come, see `Piece`. begun: a part was shown.
-    num_logprob_chars: of the tokens that were shown with their log-probabilities.
+    queued_tokens: prompt tokens counted by admission until the first token; 0 for further answers to a
+    prompt, which find it in the cache. token_ids, logprobs, prompt_logprobs: collected so far, see `Piece`.
+    begun: a part was sent. num_logprob_chars: characters of tokens already sent with log-probabilities.
     """
 
     index: int
@@ -159,10 +160,11 @@ class Sequence:
 
 @dataclass(slots=True)
 class Running:
-    """A request in the engine. Its opener closes it on every path.
+    """A request in the engine. The caller of `Service.open` must close it.
 
-    sequences: by id, in the order of the choices, `copies` of each prompt. rendered: the conversation as
-    text, where the answer is to be read. is_enough: set by a writer that needs no more tokens.
+    sequences: by id, in the order of the choices, `copies` of each prompt. deadline: on `time.monotonic`.
+    open_ids: sequences that have not ended. rendered: the conversation as text, if `ReplyReader` needs it.
+    is_enough: set by a writer that needs no more tokens.
     """
 
     sequences: dict[int, Sequence]
@@ -180,7 +182,7 @@ class Running:
 
 
 class Service:
-    """The server's side of every endpoint, without HTTP. say: prints a line for the user.
+    """The endpoints' common work without HTTP. say: prints a line for the user.
 
     on_ready, on_loading: see `Supervisor`.
     """
@@ -216,7 +218,7 @@ class Service:
         self._salt_key = json.dumps(config.api_keys).encode()
 
     def set_ready(self, ready: Ready) -> None:
-        """Called each time an engine has started; the tokenizer is read once."""
+        """Takes over the facts of an engine that has started. The tokenizer is read only once."""
         queued = self.config.max_queued
         self.admission.capacity = ready.max_num_seqs + (
             4 * ready.max_num_seqs if queued is None else queued
@@ -253,17 +255,17 @@ class Service:
             return None
         try:
             return self.tokenizing.tokenizer.get_chat_template()
-        except ValueError:  # several templates, and none of them is the default
+        except ValueError:  # there are several templates and no default
             return None
 
     def note_report(self, before: Report, report: Report) -> None:
-        """Called with each report of the engine and the one before it."""
+        """Updates metrics and admission. report: the engine's new report. before: the one before it."""
         self.metrics.stepped(before, report)
         self.admission.tokens_per_second = report.prompt_tokens_per_second
 
     @property
     def alive(self) -> bool:
-        """True if the engine runs and reports."""
+        """True if the engine is ready."""
         return self.supervisor.state is State.READY and self.facts is not None
 
     @property
@@ -272,12 +274,12 @@ class Service:
 
     @property
     def ready(self) -> Ready:
-        """What the engine reported when it was ready; only once it was."""
+        """The engine's `Ready` message. Use only after the engine was ready once."""
         assert self.supervisor.ready is not None
         return self.supervisor.ready
 
     def require(self) -> Facts:
-        """Returns the model's facts. ApiError 503 while nothing can be generated."""
+        """Returns the model's facts. Raises ApiError 503 while nothing can be generated."""
         if self.draining:
             raise unavailable("this server is shutting down", code="draining")
         if not self.alive or self.facts is None:
@@ -286,13 +288,13 @@ class Service:
         return self.facts
 
     def refuse_if_full(self) -> None:
-        """ApiError 503 or 429 if no request could run now, with any body."""
+        """Raises ApiError 503 or 429 if no request could run now."""
         self.require()
         if fault := self.admission.full():
             raise fault
 
     def salt_of(self, key: str | None, asked: str) -> str:
-        """Return the salt of cached pages, which are shared only within one API key and one client salt."""
+        """Returns the salt of cached pages, so that only equal API keys with equal salts share pages."""
         if key is None:
             return asked
         return hmac.new(self._salt_key, f"{key}\0{asked}".encode(), "sha256").hexdigest()
@@ -309,7 +311,7 @@ class Service:
         self.admission.take(generation.num_sequences)
         try:
             prompts, rendered = await self.tokenise(generation, facts)
-            self.require()  # it may have died meanwhile
+            self.require()  # the engine may have died meanwhile
             if generation.tools is not None and generation.tools.is_strict:
                 generation = await asyncio.to_thread(
                     self._with_form, generation, generation.tools, rendered, facts
@@ -335,8 +337,8 @@ class Service:
         return replace(generation, sampling=sampling)
 
     async def events(self, running: Running) -> AsyncIterator[list[tuple[Sequence, Piece]] | None]:
-        """Yields pieces as they come, several at once if they have waited. Yields None after ping_seconds
-        of silence, so that the client can be shown a sign of life. ApiError if a sequence fails.
+        """Yields the waiting pieces, or None after ping_seconds of silence, for a ping to the client. Raises
+        ApiError if a sequence fails, the request's time is over or the client reads too slowly.
         """
         limits, channel = self.config.limits, running.channel
         silent_until = time.monotonic() + limits.ping_seconds
@@ -364,7 +366,7 @@ class Service:
             silent_until = time.monotonic() + limits.ping_seconds
 
     def close(self, running: Running) -> None:
-        """Cancels what still runs and frees the places."""
+        """Cancels sequences that still run, frees the request's places and updates the counters."""
         if running.open_ids:
             self.supervisor.cancel(running.open_ids)
             self.metrics.aborted(len(running.open_ids))
@@ -389,7 +391,7 @@ class Service:
     async def tokenise(
         self, generation: Generation, facts: Facts
     ) -> tuple[list[tuple[int, ...]], str]:
-        """Returns the prompts as token ids, and the rendered conversation."""
+        """Returns the prompts as token ids, and the rendered conversation or "". Raises ApiError."""
         talk, rendered = generation.conversation, ""
         name = generation.source
         try:
@@ -412,7 +414,7 @@ class Service:
         return found, rendered
 
     def _encode_all(self, generation: Generation, most: int) -> list[tuple[int, ...]]:
-        """Runs in a thread: the tokenizers library releases the interpreter while it works."""
+        """Tokenises all prompts. Runs in a thread, since the library releases the interpreter lock."""
         special = generation.special_tokens is not False
         return [self._encode(prompt, most, special) for prompt in generation.prompts]
 
@@ -427,8 +429,7 @@ class Service:
     ) -> tuple[tuple[int, ...], str]:
         """Returns a conversation as token ids and as text, rendered by the model's template.
 
-        special: the tokenizer adds its special tokens to the template's. Raises
-        TooManyTokens above `most`.
+        special: the tokenizer adds its special tokens to the template's. Raises TooManyTokens above `most`.
         """
         tokenizing = self._with_tokenizer("messages")
         tokenizing.require_chat_template()
@@ -463,7 +464,7 @@ class Service:
         salt: str,
         counted: dict[str, object],
     ) -> Running:
-        # In a stream each answer shows its own prompt, so that none waits for another.
+        # In a stream each answer computes its own prompt_logprobs, so that none waits for another answer.
         choices = generation.sampling.choices(share_prompt=not generation.stream)
         work = [(prompt, sampling) for prompt in prompts for sampling in choices]
         channel = Channel(self.config.limits.stream_buffer_bytes)

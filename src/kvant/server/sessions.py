@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _ROOT = "/v1/kv/sessions/"
 QUIET_SECONDS = 3.0
-"""A session is saved as far as it came if no page reached a file for so long."""
+"""If no page reaches a file for this long, a session is saved with the pages written so far."""
 
 
 async def save_session(call: Call) -> Response:
-    """Run a conversation's prompt, wait until its pages are in files, and keep them there."""
+    """Runs a conversation's prompt, waits until its pages are in files, and saves the session."""
     store = _store(call)
     service, facts = call.service, call.service.require()
     limits = service.config.limits
@@ -63,7 +63,7 @@ async def save_session(call: Call) -> Response:
 
 
 async def restore_session(call: Call) -> Response:
-    """The conversation of a session. Its pages come back with the next request that begins with it."""
+    """Answers with a session's conversation. The next request that begins with it restores its pages."""
     store = _store(call)
     session = await _disk(lambda: store.read(_id(call), _owner(call)))
     card = _card(session)

@@ -1,4 +1,4 @@
-"""The directory of the engine's socket: mode 0700, removed at the end, also by the next server."""
+"""The directory of the engine's socket, with mode 0700. A killed server's is removed by the next server."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ _LOCK = "lock"
 
 
 class SocketDirectory:
-    """A new directory below the system's temporary one, locked while this process lives.
+    """A new directory in the system's temporary directory, locked while this process lives.
 
-    First removes what killed servers left: directories of this user whose lock is free.
+    The constructor first removes directories of killed servers: those of this user whose lock is free.
     """
 
     def __init__(self) -> None:
         _sweep()
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Python opens files so that the engine's process does not inherit them, nor the lock.
+        # Python's files are not inherited, so the engine's process does not hold the lock.
         self._lock = (self.path / "new-lock").open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        (self.path / "new-lock").rename(self.path / _LOCK)  # never seen unlocked
+        (self.path / "new-lock").rename(
+            self.path / _LOCK
+        )  # renamed last: others never see it unlocked
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -34,7 +36,7 @@ class SocketDirectory:
 
 def _sweep() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        # Another user's, or gone meanwhile, or in use: not ours to remove.
+        # An error means that the directory is another user's, is gone meanwhile, or is in use.
         with contextlib.suppress(OSError):
             if path.parent.is_symlink() or path.parent.stat().st_uid != os.getuid():
                 continue

@@ -1,4 +1,4 @@
-"""Responses that later requests can read and continue, within bounds of number and bytes."""
+"""Stores responses that later requests can read and continue, up to a number and a size."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvant.server.api_error import ApiError
 
 @dataclass(slots=True)
 class Stored:
-    """One response. owner: whose key it needs. answer, items: as JSON. messages: the conversation up to
-    and with it, as JSON. task: what still computes it.
+    """One stored response. owner: the API key that may read it. answer, items: as JSON. messages: the whole
+    conversation including the answer, as JSON. task: computes it in the background, None if it has ended.
     """
 
     owner: str
@@ -35,7 +35,7 @@ class Stored:
 
 
 class ResponseStore:
-    """Keeps the responses that were used last. most: responses. most_bytes: of their JSON."""
+    """Keeps the most recently used responses. most: number of responses. most_bytes: bytes of their JSON."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -54,7 +54,7 @@ class ResponseStore:
         return self._bytes
 
     def put(self, id: str, stored: Stored) -> None:
-        """Keeps a response, or keeps it as it is now. Drops the least recently used ones."""
+        """Stores or replaces a response, and drops the least recently used ones beyond the limits."""
         self._take_out(id)
         self._stored[id] = stored
         self._bytes += stored.size
@@ -63,7 +63,7 @@ class ResponseStore:
             self._end(self._take_out(oldest))
 
     def get(self, id: str, owner: str, param: str | None = None) -> Stored:
-        """ApiError 404 for a response that is not stored, or that another key owns."""
+        """Returns a response. Raises ApiError 404 if it is not stored or another key owns it."""
         found = self._stored.get(id)
         if found is None or found.owner != owner:
             raise ApiError(
@@ -80,12 +80,12 @@ class ResponseStore:
         return id in self._stored
 
     def delete(self, id: str, owner: str) -> None:
-        """ApiError 404, see `get`. A response that still runs is ended."""
+        """Deletes a response and cancels its task. Raises ApiError 404 like `get`."""
         self.get(id, owner)
         self._end(self._take_out(id))
 
     def end_all(self) -> Sequence[asyncio.Task[None]]:
-        """Ends what still runs; returns the tasks to wait for."""
+        """Cancels all background tasks. Returns the tasks to wait for."""
         found = [one.task for one in self._stored.values() if one.task is not None]
         for one in self._stored.values():
             self._end(one)

@@ -1,4 +1,4 @@
-"""The engine process from outside: starts it, watches it, exchanges messages, starts it again.
+"""Supervises the engine process: starts it, exchanges messages with it, and restarts it when it dies.
 
 STARTING -> READY -> RESTARTING -> READY ...      until `stop`, or until it gives up
 """
@@ -41,7 +41,7 @@ from kvant.server.messages import (
 from kvant.server.socket_directory import SocketDirectory
 
 GAVE_UP = 70
-"""Exit code when the engine died too often: EX_SOFTWARE of sysexits.h, so that a service manager restarts."""
+"""Exit code if the engine died too often: EX_SOFTWARE of sysexits.h, so that a service manager restarts."""
 
 _CHECK_SECONDS = 0.2
 _log = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ Event = Piece | Failure
 
 
 class Channel:
-    """Events of one request's sequences, in order, until the task that answers it reads them.
+    """A queue of events of one request's sequences, read by the task that answers the request.
 
-    Bounded: `overflowed` is set once more than `most_bytes` of text wait, and nothing is kept after that.
-    The reader closes it.
+    It is bounded: `overflowed` is set once more than `most_bytes` wait. After that only failures are kept.
+    The reader must close it.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -74,7 +74,7 @@ class Channel:
         self._came.set()
 
     def take(self) -> list[Event]:
-        """Returns all waiting events, perhaps none."""
+        """Removes and returns all waiting events, maybe none."""
         events, self._events = self._events, []
         self._waiting = 0
         self._came.clear()
@@ -83,8 +83,8 @@ class Channel:
     async def wait(self, until: float) -> None:
         """Waits for an event, at most until `until` on `time.monotonic`'s clock; may return earlier.
 
-        One alarm serves many waits, each with a later end than the one before. An alarm for each token
-        would cost a quarter of the time of a token.
+        One timer serves many waits, whose ends only move later. A timer for each token would cost a quarter
+        of the time of a token.
         """
         if self._alarm is None:
             loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ _LOGPROB_BYTES = 100
 
 
 def _size(event: Event) -> int:
-    """Approximate bytes of a waiting event."""
+    """Returns the approximate bytes of a waiting event."""
     if not isinstance(event, Piece):
         return 0
     size = _PIECE_BYTES + _CHAR_BYTES * len(event.text)
@@ -124,7 +124,7 @@ class State(Enum):
 
 
 class StartFault(KvantError):
-    """The engine could not start; the message is for the user."""
+    """Raised if the engine could not start. The message is for the user."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -132,10 +132,10 @@ class StartFault(KvantError):
 
 
 class Supervisor:
-    """Owns the engine's process. All methods belong to one event loop.
+    """Owns the engine's process. All methods must be called in one event loop.
 
-    on_ready: called each time the engine takes requests. on_loading: told of downloads.
-    on_report: called with each report and the one before it; each engine counts from nothing.
+    on_ready: called each time an engine is ready. on_loading: called with the progress of a start.
+    on_report: called with the previous report and each new one; a restarted engine counts from 0.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id while it lives."""
+        """The engine's process id, or None if it does not run."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -182,7 +182,7 @@ class Supervisor:
     def submit(
         self, work: Iterable[tuple[tuple[int, ...], SamplingParams]], salt: str, channel: Channel
     ) -> list[int]:
-        """Send sequences to the engine; return their ids. The channel gets all events, the end included."""
+        """Sends sequences to the engine. Returns their ids. `channel` gets all their events."""
         ids = []
         for prompt, sampling in work:
             id = next(self._ids)
@@ -192,21 +192,23 @@ class Supervisor:
         return ids
 
     def cancel(self, ids: Iterable[int]) -> None:
-        """Cancel these sequences; no more events follow. Ended sequences are ignored."""
+        """Cancels sequences, which send no more events. Ended sequences are ignored."""
         open_ids = tuple(id for id in ids if self._channels.pop(id, None) is not None)
         if open_ids:
             self._send(Cancel(open_ids))
 
     def _send(self, message: ToEngine) -> None:
         if self._socket is not None and self.state is State.READY:
-            # Without a high-water mark, sending never blocks or drops; order is kept, and the socket queues
-            # what it cannot send at once.
+            # Without a high-water mark, sending never blocks or drops: the socket queues messages in order.
             self._socket.send(encode(message))
 
     # -- life ----------------------------------------------------------------------------------
 
     async def run(self) -> int:
-        """Keep an engine alive; return the process's exit code. StartFault if it never starts."""
+        """Keeps an engine running until `stop` or until it gives up. Returns the process's exit code.
+
+        Raises StartFault if the first engine does not start.
+        """
         deaths: deque[float] = deque()
         directory = SocketDirectory()
         try:
@@ -239,12 +241,12 @@ class Supervisor:
             directory.remove()
 
     async def stop(self) -> None:
-        """End the engine; `run` then returns 0."""
+        """Kills the engine; `run` then returns 0."""
         self._stopping.set()
         self._kill()
 
     async def _live(self, path: Path) -> bool:
-        """Run one engine from start to end; return True if it ever took requests."""
+        """Runs one engine from start to end. Returns whether it was ready when it ended."""
         self._fault = None
         context = zmq.asyncio.Context.instance()
         socket = context.socket(zmq.PAIR)
@@ -257,7 +259,7 @@ class Supervisor:
             sys.executable, *command, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         self._process = process
-        if self._stopping.is_set():  # while it was being started
+        if self._stopping.is_set():  # `stop` was called during the start
             self._kill()
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
@@ -287,7 +289,7 @@ class Supervisor:
             process.stdin.close()
 
     async def _read(self, socket: zmq.asyncio.Socket) -> None:
-        """Read messages until the engine reports a fault. An invalid one ends only the engine."""
+        """Reads messages until the engine reports a fault. An invalid message kills the engine only."""
         try:
             await self._take_messages(socket)
         except Exception:
@@ -324,13 +326,13 @@ class Supervisor:
         if channel is not None:  # else the sequence was cancelled before
             channel.put(event)
             if channel.overflowed and not ended:
-                self.cancel((id,))  # its results have no reader
+                self.cancel((id,))  # its client reads too slowly
 
     async def _watch(self) -> None:
         """Kills an engine that has stopped reporting.
 
-        Counts only the time in which this process could listen. A long gap between two checks means that
-        this process was paused or busy, which says nothing about the engine.
+        Counts only the time in which this process could receive reports. A long gap between two checks means
+        that this process was paused or busy, not that the engine hangs.
         """
         last = time.monotonic()
         while True:

@@ -1,9 +1,9 @@
 """The tokenizer in the API process, and chat templates in a process of their own; neither imports torch.
 
-A template is a program of the checkpoint. transformers' sandbox protects the system from it; the process
-protects the server's time and memory: `python -P -m kvant.server.template SECONDS`. Frames on standard
-input and output: four bytes of length, then msgpack. The process ends with its standard input, and when
-a template takes longer than SECONDS.
+A template is a program of the checkpoint. transformers' sandbox protects the system from it. The process,
+`python -P -m kvant.server.template SECONDS`, limits its time and memory. Messages on standard input and
+output are frames: four bytes of length, then msgpack. The process ends when its standard input closes or a
+template takes longer than SECONDS.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvant.errors import RequestError
 from kvant.server.api_error import unavailable
 
 _MEMORY = 640 * 2**20
-"""Beside what the process has before it renders: room for the largest body, written out."""
+"""Bytes that the process may allocate for rendering: room for the largest body, written out."""
 
 OUTPUT_FACTOR, OUTPUT_BASE = 8, 2**20
-"""A rendered conversation has at most 8 times its characters and a million more."""
+"""A rendered conversation has at most FACTOR times its characters, plus BASE."""
 
 
 class Render(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One conversation. variables: further values for the template, such as the special tokens."""
+    """A conversation to render. variables: further variables of the template, such as special tokens."""
 
     template: str
     messages: tuple[dict[str, Any], ...]
@@ -43,7 +43,7 @@ class Render(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The text, or why there is none."""
+    """A rendered conversation. fault: why text is None."""
 
     text: str | None
     fault: str | None = None
@@ -58,9 +58,9 @@ _GRACE_SECONDS = 0.5
 
 
 class Renderer:
-    """One process that renders one conversation after the other; it is restarted when it dies.
+    """A process that renders one conversation after the other, and is restarted when it dies.
 
-    seconds: the limit for one conversation.
+    seconds: the time limit for one conversation.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Renderer:
         self._exchanges: set[asyncio.Task[str]] = set()
 
     def start(self) -> None:
-        """Begins to start the process, which takes a second."""
+        """Starts the process in the background, which takes a second."""
         self._starting = asyncio.create_task(self._start())
 
     async def stop(self) -> None:
@@ -90,7 +90,7 @@ class Renderer:
         exchange = asyncio.create_task(self._exchange(msgspec.msgpack.encode(request)))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._done)
-        # A client may leave, but an exchange always ends: the next one would read its answer.
+        # The exchange runs to its end even if the client leaves: else the next one would read its answer.
         return await asyncio.shield(exchange)
 
     def _done(self, exchange: asyncio.Task[str]) -> None:
@@ -100,7 +100,7 @@ class Renderer:
 
     async def _exchange(self, data: bytes) -> str:
         async with self._turn:
-            # A process that was killed while it was idle is noticed here: its successor answers.
+            # Ask twice: if the process was killed while it was idle, the new process answers.
             answer = await self._ask(data) or await self._ask(data)
             if answer is None:
                 raise RequestError(
@@ -114,7 +114,7 @@ class Renderer:
         return answer.text
 
     async def _ask(self, data: bytes) -> Rendered | None:
-        """Returns the process's answer, or None if the process ended. Raises RequestError for one that
+        """Returns the process's answer, or None if the process ended. Raises RequestError if the template
         takes too long.
         """
         process = await self._ready()
@@ -202,7 +202,7 @@ def main(seconds: float) -> int:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     send(sink, b"")  # ready
     while (data := receive(source)) is not None:
-        # No handler: the signal ends the process at any point.
+        # The signal has no handler, so it ends the process at any point.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         answer = msgspec.msgpack.encode(_render(_requests.decode(data), render_jinja_template))
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -236,7 +236,7 @@ def send(sink: BinaryIO, data: bytes) -> None:
 
 
 def receive(source: BinaryIO) -> bytes | None:
-    """The next frame; None at the end."""
+    """Returns the next frame, or None at the end of the stream."""
     head = source.read(4)
     return source.read(int.from_bytes(head, "big")) if len(head) == 4 else None
 
@@ -264,7 +264,7 @@ def open_tokenizer(path: Path) -> engine_text.Tokenizing | None:
 def _import_transformers() -> None:
     if "transformers" in sys.modules or "torch" in sys.modules:
         return
-    # Its threads would not survive the fork that starts the next engine.
+    # The tokenizers library's threads would not survive the fork that starts the next engine.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     sys.modules["torch"] = None  # type: ignore[assignment]

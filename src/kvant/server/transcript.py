@@ -1,4 +1,4 @@
-"""What one answer has shown so far: its parts in order, and the tokens that made them."""
+"""Reads one answer's pieces as parts, with the tokens of each part, for the Messages and Responses APIs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvant.server.requests import Generation
 from kvant.server.service import Running
 
 _LEAST_LOGPROB = -9999.0
-"""JSON has no -Infinity; OpenAI writes this."""
+"""Stands for -Infinity, which JSON lacks, as in OpenAI's API."""
 
 
 @dataclass(slots=True)
 class Transcript:
-    """Reads the pieces of a request's one answer. format: of its family, see `kvant.server.reply`.
+    """Reads the pieces of a request with one answer. format: of its family, see `kvant.server.reply`.
 
-    num_reasoning_tokens: of the pieces that showed reasoning. Pieces that showed nothing, such as marks,
-    count with the next part.
+    num_reasoning_tokens: tokens of pieces with reasoning. Pieces without visible text, such as marks, count
+    with the next part.
     """
 
     generation: Generation
@@ -73,12 +73,12 @@ class Transcript:
 
 
 def text_of(tokenizing: Tokenizing | None, token_id: int) -> str:
-    """The text of one token; "token_id:N" without a tokenizer."""
+    """Returns the text of one token, or "token_id:N" without a tokenizer."""
     if tokenizing is None:
         return f"token_id:{token_id}"
     return tokenizing.backend.decode([token_id], skip_special_tokens=False)
 
 
 def finite(logprob: float) -> float:
-    """A log-probability as JSON can write it."""
+    """Returns a log-probability that JSON can write: at least _LEAST_LOGPROB, also for NaN."""
     return max(logprob, _LEAST_LOGPROB) if not math.isnan(logprob) else _LEAST_LOGPROB

@@ -1,7 +1,7 @@
-"""The JSON of every endpoint: bodies of requests, and answers.
+"""Types of the JSON of OpenAI's and Kvant's own endpoints: bodies of requests, and answers.
 
-msgspec reads and writes these types, and `kvant.server.openapi` describes them. Bodies are strict: a
-whole number is not a text, a boolean or a fraction. The sampling parameters of a body follow from
+msgspec reads and writes these types, and `kvant.server.openapi` describes them. Bodies are strict: an
+integer cannot be given as a text, a boolean or a fraction. The sampling parameters of a body are derived from
 `SamplingParams`.
 """
 
@@ -27,7 +27,7 @@ class ContentPart(Struct, frozen=True):
 
 
 class CalledFunction(Struct, frozen=True):
-    """arguments: a JSON object, as text."""
+    """A called function. arguments: a JSON object, as text."""
 
     name: str
     arguments: str = "{}"
@@ -90,7 +90,7 @@ class ResponseFormat(Struct, frozen=True):
 
 
 class StructuredBody(Struct, frozen=True):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`: exactly one field must be given."""
 
     json: str | dict[str, Any] | None = None
     json_object: bool | None = None
@@ -100,7 +100,7 @@ class StructuredBody(Struct, frozen=True):
 
 
 def _body_type(name: str, param: Param) -> Any:
-    """The type of a parameter in a body; None is always allowed and means "not given"."""
+    """Returns the type of a parameter in a body. None is always allowed and means "not given"."""
     kind = scalar_type(name)
     if kind is bool:
         return bool | None
@@ -126,7 +126,7 @@ _BODY_TYPES: Mapping[Any, Any] = {
 
 
 def sampling_fields(name: str, *, without: Collection[str] = ()) -> Any:
-    """A base for bodies that take sampling parameters."""
+    """Returns a base class for bodies, with the sampling parameters except those in `without`."""
     fields = [(one, _body_type(one, param), None) for one, param in PARAMS.items()]
     return msgspec.defstruct(
         name, [field for field in fields if field[0] not in without], frozen=True, kw_only=True
@@ -146,9 +146,9 @@ _LOGPROBS = Annotated[int, Meta(ge=0, le=INT64 - 1)] | None
 
 
 class GenerationBody(_SamplingFields, frozen=True, kw_only=True):
-    """The fields that both endpoints share. None: the model's default, else OpenAI's.
+    """The common fields of chat and completions. None means the model's default, else OpenAI's.
 
-    Three names are one number: max_tokens, max_completion_tokens and llama.cpp's n_predict.
+    max_tokens, max_completion_tokens and llama.cpp's n_predict are three names of one parameter.
     """
 
     model: str | None = None
@@ -238,7 +238,7 @@ class EmbeddingBody(Struct, frozen=True, kw_only=True):
 
 
 class InfillFile(Struct, frozen=True):
-    """Another file that the model is shown."""
+    """Another file of the project, shown to the model."""
 
     filename: str
     text: str
@@ -252,10 +252,10 @@ else:
 
 
 class InfillBody(_InfillSampling, frozen=True, kw_only=True):
-    """llama.cpp's. prompt: the beginning of the answer. n_predict: -1 for no limit, 0 to fill the cache.
+    """llama.cpp's body. prompt: the beginning of the answer. n_predict: -1 for no limit, 0 to fill the cache.
 
-    n_indent: the answer ends before a line with less indentation. t_max_predict_ms: from the first token;
-    the answer ends there if it has a whole line.
+    n_indent: the answer ends before a line with less indentation. t_max_predict_ms: milliseconds after the
+    first token at which the answer ends, if it has a whole line.
     """
 
     input_prefix: str
@@ -349,7 +349,7 @@ class ToolCall(Struct):
 
 
 class ToolCallPart(Struct, kw_only=True):
-    """A part of a call. Its first part has the id and the name; arguments are joined."""
+    """A part of a streamed call. The first part has the id and the name; clients join the arguments."""
 
     index: Count
     id: str | UnsetType = UNSET
@@ -358,7 +358,7 @@ class ToolCallPart(Struct, kw_only=True):
 
 
 class Message(Struct):
-    """reasoning_content and reasoning are the same text: clients read one or the other."""
+    """An answer's message. reasoning_content and reasoning are equal, since clients read one or the other."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -459,7 +459,7 @@ class CompletionChunk(Struct, kw_only=True):
 
 
 class Embedding(Struct):
-    """embedding: numbers, or little-endian float32 in base64."""
+    """One vector. embedding: numbers, or little-endian float32 in base64."""
 
     index: Count
     embedding: list[float] | str
@@ -493,7 +493,7 @@ class InfillTimings(Struct):
 
 
 class InfillAnswer(Struct, kw_only=True):
-    """Fields may be missing: a request can name the fields of its answer."""
+    """llama.cpp's answer. Fields may be missing, since a request can choose the fields of its answer."""
 
     content: str | UnsetType = UNSET
     tokens: list[Count] | UnsetType = UNSET
@@ -571,7 +571,7 @@ class TokenizerInfo(Struct, kw_only=True):
 
 
 class State(Struct):
-    """phase: what a start is doing. fraction: of its bytes, if the phase has some."""
+    """The server's state. phase: the current task of a start. fraction: its progress, if known."""
 
     status: Literal["starting", "ready", "restarting", "stopped", "draining"]
     phase: str | UnsetType = UNSET
@@ -579,7 +579,9 @@ class State(Struct):
 
 
 class LiveGroup(Struct):
-    """Pages of layers that keep the same tokens. kept: in words. shared: held by several sequences."""
+    """Pages of one group of layers. kept: the tokens that it keeps, in words. shared: held by several
+    sequences.
+    """
 
     kept: str
     held: Count
@@ -589,7 +591,7 @@ class LiveGroup(Struct):
 
 
 class LivePages(Struct):
-    """held: by sequences. idle: cached, without a sequence. usable: in all. groups share these."""
+    """Counts of pages. held: by sequences. idle: cached, without a sequence. usable: in total."""
 
     held: Count
     idle: Count
@@ -599,7 +601,7 @@ class LivePages(Struct):
 
 
 class LiveRequest(Struct):
-    """Tokens of one request. cached: known at its end."""
+    """Tokens of one request. cached: None until the request has ended."""
 
     prompt: Count
     cached: int | None
@@ -614,8 +616,8 @@ class LiveDrafts(Struct):
 
 
 class Live(Struct, kw_only=True):
-    """The cache now. phase, fraction: as in `State`. seconds: of a clock that only moves on. requests:
-    running ones, then the last ended.
+    """The current state of the cache. phase, fraction: as in `State`. seconds: a monotonic clock. requests:
+    the running ones, then the last ended ones.
 
     prompt_tokens, cached_tokens: of ended requests. generated: new tokens of all requests.
     """
@@ -641,13 +643,13 @@ class Version(Struct):
 
 
 class Load(Struct):
-    """server_load: sequences that run or wait."""
+    """The load. server_load: sequences that run or wait."""
 
     server_load: Count
 
 
 class RankLoad(Struct, kw_only=True):
-    """One data-parallel rank. Shares from 0 to 1: token_usage, of the KV cache; utilization, of places."""
+    """Load of one data-parallel rank. token_usage: share of the KV cache. utilization: share of places."""
 
     dp_rank: Count
     num_running_reqs: Count
@@ -662,7 +664,7 @@ class RankLoad(Struct, kw_only=True):
 
 
 class Loads(Struct):
-    """The load as gateways read it. timestamp: ISO 8601, in UTC."""
+    """The load in SGLang's form, for gateways. timestamp: ISO 8601, in UTC."""
 
     timestamp: str
     version: str
@@ -672,14 +674,14 @@ class Loads(Struct):
 
 
 class Rendered(Struct):
-    """What one prompt runs as."""
+    """The token ids of one prompt."""
 
     model: str
     token_ids: list[Count]
 
 
 class SessionCard(Struct):
-    """A saved session. saved_tokens: the first ones, whose pages are in files."""
+    """A saved session. saved_tokens: number of leading tokens whose pages are in files."""
 
     id: str
     saved: Count
@@ -708,7 +710,7 @@ class DeletedSession(Struct):
 
 
 class ServerInfo(Struct):
-    """What this server runs. fingerprint: of the plan, see /v1/kv/plan."""
+    """The served model and its limits. fingerprint: of the plan, see /v1/kv/plan."""
 
     version: str
     models: list[str]
@@ -722,7 +724,7 @@ class ServerInfo(Struct):
 
 
 class Document(Struct):
-    """The parts of /openapi.json that every such document has."""
+    """The top-level fields of an OpenAPI document."""
 
     openapi: str
     info: dict[str, Any]

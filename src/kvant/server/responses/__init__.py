@@ -1,1 +1,1 @@
-"""OpenAI's Responses: bodies, answers, the store, and the conversion to a request of the one model."""
+"""OpenAI's Responses API: its bodies, its answers, and the conversion of a body to a `Generation`."""

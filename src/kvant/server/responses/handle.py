@@ -94,7 +94,10 @@ def _id(call: Call) -> str:
 def _keep(
     writer: ResponseWriter, call: Call, before: list[Message], items: bytes, task: _Task | None
 ) -> None:
-    """Stores the response as it is. before: the conversation without it. task: what still writes it."""
+    """Stores the response in its current state. before: the conversation before it.
+
+    task: the task that still computes it, None if it has ended.
+    """
     conversation = [] if task is not None else [*before, *writer.messages()]
     stored = Stored(
         call.owner,

@@ -1,4 +1,4 @@
-"""From the body of /v1/responses to a request of the one model, by way of a conversation."""
+"""Converts the body of /v1/responses to a `Generation`, by way of a request of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvant.server.requests import (
 from kvant.server.responses.wire import Content, Item, ResponseBody, Tool, ToolChoice
 
 Message = dict[str, Any]
-"""A message of a conversation, as /v1/chat/completions takes it."""
+"""A message in the form of /v1/chat/completions."""
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
@@ -35,7 +35,7 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""The fields of a conversation's request, as this endpoint calls them."""
+"""Names of a chat request's fields -> their names in this endpoint's body, for error messages."""
 _SAME = frozenset(PARAMS) & frozenset(ResponseBody.__struct_fields__) | {
     "model", "metadata", "chat_template_kwargs", "cache_salt", "request_id", "stream",
     "parallel_tool_calls",
@@ -44,9 +44,9 @@ _SAME = frozenset(PARAMS) & frozenset(ResponseBody.__struct_fields__) | {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body says beside its generation. messages: of this turn. items: its input, for later readers.
+    """A checked request. messages: of this turn. items: its input, as GET .../input_items shows it.
 
-    keeps: the answer is stored.
+    keeps: the answer will be stored.
     """
 
     body: ResponseBody
@@ -57,7 +57,7 @@ class Asked:
 
 
 def parse_response(data: bytes) -> tuple[ResponseBody, dict[str, Any]]:
-    """Returns the body, whose fields are all known. ApiError 400 names the field."""
+    """Parses a body. Returns it typed and as JSON. Raises ApiError 400 for a wrong or unknown field."""
     body, raw = parse(data, ResponseBody)
     refuse_unserved(raw, ResponseBody, RESPONSES)
     return body, raw
@@ -72,7 +72,7 @@ def read_response(
     *,
     can_store: bool,
 ) -> Asked:
-    """history: messages of the responses before. ApiError 400 for what is not offered."""
+    """Checks a body and converts it. history: messages of earlier responses. Raises ApiError 400."""
     check_model(body.model, facts)
     _check(body, can_store=can_store)
     items = _items(body.input)
@@ -101,7 +101,7 @@ def read_response(
 
 
 def _check(body: ResponseBody, *, can_store: bool) -> None:
-    """ApiError 400 for values and combinations that are not offered."""
+    """Raises ApiError 400 for values and combinations that are not offered."""
     for name in body.include or ():
         if name not in _INCLUDES:
             raise bad_request(f"include: {shown(name)!r} is not offered by this server", "include")
@@ -146,7 +146,7 @@ def _raw(raw: dict[str, Any]) -> list[dict[str, Any]]:
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """Returns the items as messages. Reasoning, text and calls of one turn become one message."""
     found: list[Message] = []
-    turn: Message | None = None  # the assistant's, which still grows
+    turn: Message | None = None  # the assistant's message that later items may extend
 
     def own() -> Message:
         nonlocal turn
@@ -226,7 +226,7 @@ def _text(given: str | Sequence[Content] | None, where: str) -> str:
 
 
 def _shown_item(item: Item, raw: dict[str, Any]) -> dict[str, Any]:
-    """An item of the input as GET .../input_items shows it."""
+    """Returns an item of the input as GET .../input_items shows it."""
     if not raw:
         content = [{"type": "input_text", "text": item.content}]
         raw = {"role": "user", "content": content}
@@ -237,7 +237,7 @@ def _shown_item(item: Item, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tools(body: ResponseBody) -> dict[str, Any]:
-    """tools and tool_choice as a conversation's request has them."""
+    """Returns tools and tool_choice as fields of a chat request."""
     specs = [_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
     choice: Any = body.tool_choice
     if isinstance(choice, ToolChoice):

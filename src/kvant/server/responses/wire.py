@@ -1,4 +1,4 @@
-"""The JSON of /v1/responses."""
+"""Types of the JSON of /v1/responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Content(Struct, frozen=True):
 
 
 class Item(Struct, frozen=True):
-    """One item of the input. Its type says which fields it has; without a type, it is a message."""
+    """One item of the input. Its type determines its fields; without a type it is a message."""
 
     type: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -42,7 +42,7 @@ class Tool(Struct, frozen=True):
 
 
 class ToolChoice(Struct, frozen=True):
-    """A function, or the tools that may be called."""
+    """A function that must be called, or the tools that may be called."""
 
     type: str
     name: str | None = None
@@ -85,7 +85,7 @@ else:
 
 
 class ResponseBody(_Sampling, frozen=True, kw_only=True):
-    """store: kept for later requests; by default if the server keeps anything."""
+    """A request. store: keep the response for later requests; the default is the server's setting."""
 
     input: str | list[Item]
     model: str | None = None
@@ -116,7 +116,7 @@ class InputDetails(Struct):
 
 
 class OutputDetails(Struct):
-    """reasoning_tokens: of the pieces in which the reasoning came."""
+    """Details of the answer's tokens. reasoning_tokens: tokens of the pieces that contained reasoning."""
 
     reasoning_tokens: Count
 
@@ -142,7 +142,7 @@ Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "
 
 
 class ResponseAnswer(Struct, kw_only=True):
-    """output: items of type message, reasoning or function_call."""
+    """A whole response. output: items of type message, reasoning or function_call."""
 
     id: str
     object: Literal["response"] = "response"
@@ -175,7 +175,7 @@ class ResponseAnswer(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct):
-    """What every event of a stream has; its type says what else."""
+    """The fields of every event of a stream; the type determines the other fields."""
 
     type: str
     sequence_number: Count

@@ -1,4 +1,4 @@
-"""A response from the engine's pieces: its events in order, and the whole of it."""
+"""Writes a response from the engine's pieces, as events and as a whole."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ _TEXTS = {"content": "response.output_text", "reasoning": "response.reasoning_te
 
 
 class ResponseWriter:
-    """Writes one response. Every method returns the events that it adds, encoded.
+    """Writes one response. The methods of a stream also fill `answer`, so both ways give equal responses.
 
-    A whole response is what the same methods leave behind, so that both ways give the same. on_end: called
-    when the response is complete, has failed or was stopped.
+    on_end: called when the response is complete, has failed or was stopped.
     """
 
     ping = b": ping\n\n"
@@ -48,7 +47,7 @@ class ResponseWriter:
         self._tokenizing = tokenizing
         self._has_logprobs = LOGPROBS in (asked.body.include or ())
         self._transcript = Transcript(asked.generation, format)
-        self._open: dict[str, Any] | None = None  # the item that grows
+        self._open: dict[str, Any] | None = None  # the item that is being written
         self._kind = ""
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -87,7 +86,7 @@ class ResponseWriter:
         return self._taken()
 
     def fail(self, fault: ApiError) -> list[bytes]:
-        """A refusal keeps its message; `code` has the values of OpenAI's list."""
+        """Ends a response that failed. The error's code is one of OpenAI's list."""
         self._close("incomplete")
         self.answer.status = "failed"
         code = "server_error" if fault.status >= 500 else "invalid_prompt"
@@ -97,7 +96,7 @@ class ResponseWriter:
         return self._taken()
 
     def stop(self) -> None:
-        """Ends a response that was cancelled; what has come stays."""
+        """Ends a response that was cancelled, keeping its output so far."""
         self._close("incomplete")
         self.answer.status = "cancelled"
         self.on_end()
@@ -106,7 +105,7 @@ class ResponseWriter:
         return self.answer
 
     def messages(self) -> list[Message]:
-        """The answer as messages of a conversation."""
+        """Returns the answer as messages of a conversation."""
         turn: Message = {"role": "assistant", "content": None}
         for item in self.answer.output:
             if item["type"] == "function_call":
@@ -183,7 +182,7 @@ class ResponseWriter:
         self._send("response.output_item.added", output_index=place, item=self._open)
 
     def _close(self, status: str) -> None:
-        """Ends the item that grows, if there is one."""
+        """Ends the item that is being written, if there is one."""
         if self._open is None:
             return
         text = "".join(self._texts)
@@ -239,7 +238,7 @@ class ResponseWriter:
 
 
 def _begun(asked: Asked, model: str) -> ResponseAnswer:
-    """The response before its first token. It repeats what was asked for."""
+    """Returns the response before its first token, with the request's parameters."""
     body, sampling = asked.body, asked.generation.sampling
     text = msgspec.to_builtins(body.text) if body.text is not None else {}
     form = {name: value for name, value in (text.get("format") or {}).items() if value is not None}

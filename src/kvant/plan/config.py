@@ -94,7 +94,7 @@ class PlanOptions:
         "Most of the pages' memory for states of recurrent layers that the prefix cache continues from.",
         kind=Kind.SIZE,
         metavar="SIZE",
-        unset="a state for every four of max_num_seqs",
+        unset="a state for every four of max_num_seqs, at least 8",
     )
     kv_recent_tokens: int = _kv(
         0,

@@ -39,6 +39,9 @@ from kvant.speculative.dflash.files import read_network
 _STATE_STRIDES = {True: 512, False: 2048}
 """Tokens between kept recurrent states, where prompts are cut: on a CPU (True) and on a GPU (False)."""
 
+_LEAST_STATES = 8
+"""States that the prefix cache keeps unless it is told otherwise, with few sequences."""
+
 _MOST_DRAFT_STATES = 32
 """Most drafts of one step of a model with recurrent layers, since each draft has a state of its own."""
 
@@ -195,13 +198,16 @@ def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
 
 
 def _state_slots(request: PlanRequest, target: PlannedModel, max_num_seqs: int) -> int:
-    """Returns how many states the prefix cache keeps: as requested, else one per four sequences."""
+    """Returns how many states the prefix cache keeps: as requested, else one per four sequences.
+
+    At least a few: prompts of one client that takes turns between conversations leave one each.
+    """
     each = target.kv.bytes_per_sequence
     if not each or not request.prefix_caching:
         return 0
     if request.state_cache_bytes is not None:
         return request.state_cache_bytes // each
-    return -(-max_num_seqs // 4)
+    return max(_LEAST_STATES, -(-max_num_seqs // 4))
 
 
 def _draft_counts(

@@ -1,4 +1,4 @@
-"""The scheduler's arrays with one row per running sequence, the sequences' pages, and kept recurrent states.
+"""The scheduler's arrays with one row per running sequence, and the sequences' pages.
 
 A sequence keeps its row from admission until it ends or is preempted. The device keeps the newest
 token, the length, the page table and the sampling parameters under the same row numbers
@@ -11,7 +11,6 @@ Only the scheduler writes here and gives out pages. A launched step counts as ru
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
@@ -21,11 +20,8 @@ from numpy.typing import NDArray
 from kvant.kv.groups import most_pages, superblocks_for
 from kvant.kv.offload.moves import Key
 from kvant.kv.offload.tiers import Offer, Tiers, Told
-from kvant.kv.pages import SCRATCH, PageAllocator, SharedPages, page_hash
+from kvant.kv.pages import SCRATCH, SharedPages, page_hash
 from kvant.scheduling.request import FinishReason, Sequence
-
-LEAST_TOKENS = 128
-"""The fewest tokens of a last piece that is cut to keep a state, since the cut costs one more step."""
 
 
 class RowTable:
@@ -771,138 +767,3 @@ def _num_common(a: list[bytes], b: list[bytes]) -> int:
         else:
             high = middle - 1
     return low
-
-
-class KeptStates:
-    """Keeps states of recurrent layers for later prompts that begin with the same tokens.
-
-    pages: the allocator of state pages, None for a model without states. A kept state is an idle page named
-    by the hash of the tokens before it, so it may be evicted. most: the most states kept at once; with 0
-    nothing is kept and no prompt is cut. stride: in tokens, a multiple of page_size.
-
-    A sequence can continue from cached pages only at a place where a state was kept. States are kept at
-    multiples of the stride, and at the end of a prompt's last whole page unless that is close behind such a
-    place. Prompts are cut there. Beyond `most`, the least recently used state is dropped.
-    """
-
-    def __init__(
-        self, pages: PageAllocator | None, most: int, *, stride: int, page_size: int
-    ) -> None:
-        assert not most or stride % page_size == 0
-        self._stride, self._page_size, self._most = stride, page_size, most
-        self._pages = pages if most else None
-        # Hash of the tokens before a state -> number of the sequence that kept it, -1 if it came from a tier.
-        # Least recently used first. Evicted states stay here until the next check.
-        self._kept: OrderedDict[bytes, int] = OrderedDict()
-
-    def _notice(self) -> None:
-        """Adds states that came back from a tier to the kept ones, then drops states beyond `most`."""
-        if self._pages is not None:
-            for digest, _ in self._pages.known():
-                self._kept.setdefault(digest, -1)
-            while self.num_kept > self._most:
-                self._forget(next(iter(self._kept)))
-
-    @property
-    def num_kept(self) -> int:
-        return sum(self._find(digest) is not None for digest in self._kept)
-
-    @property
-    def is_on(self) -> bool:
-        """True if states are kept at all."""
-        return self._pages is not None
-
-    def reach(self, sequence: Sequence, found: list[int]) -> list[int]:
-        """Shortens a sequence's cached pages, `found`, to end at the last place with a kept state."""
-        if not self.is_on:
-            return found
-        self._notice()
-        hashes = sequence.prefix_hashes
-        count = next((n for n in range(len(found), 0, -1) if self._find(hashes[n]) is not None), 0)
-        return found[:count]
-
-    def use(self, sequence: Sequence, num_pages: int) -> int | None:
-        """Returns the page of the kept state after a sequence's first `num_pages` pages, or None.
-
-        num_pages: the length of what `reach` returned. Marks the state as recently used.
-        """
-        if not num_pages or not self.is_on:
-            return None
-        digest = sequence.prefix_hashes[num_pages]
-        self._kept.move_to_end(digest)
-        page = self._find(digest)
-        assert page is not None
-        return page
-
-    def room(self, sequence: Sequence, start: int, count: int) -> int:
-        """Returns how many of `count` tokens from `start` a piece may have, to end where a state is kept."""
-        if not self.is_on:
-            return count
-        room, end = self._stride - start % self._stride, self._end(sequence) - start
-        if end >= LEAST_TOKENS:
-            room = min(room, end)
-        return min(count, room)
-
-    def keep(self, sequence: Sequence, end: int) -> int | None:
-        """Returns a page to store the state after a piece that ends at token `end`, or None to keep none.
-
-        The page may be evicted from the next step on, like any idle page.
-        """
-        if self._pages is None or (end % self._stride and end != self._end(sequence)):
-            return None
-        place = end // self._page_size
-        if not 0 < place < len(sequence.prefix_hashes):
-            return None  # without a hash: the sequence shares no contents
-        digest = sequence.prefix_hashes[place]
-        if self._find(digest) is not None:
-            self._kept.move_to_end(digest)
-            return None
-        for old in [old for old in self._kept if self._find(old) is None]:
-            del self._kept[old]
-        self._notice()
-        while len(self._kept) >= self._most:
-            self._forget(next(iter(self._kept)))
-        taken = self._pages.allocate(1)
-        if taken is None:
-            return None  # running sequences hold all memory
-        self._pages.remember(taken[0], digest)
-        self._pages.release(taken)
-        self._kept[digest] = sequence.number
-        return taken[0]
-
-    def forget(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Drops states that the ended sequence may have filled with wrong values; see `HeldPages.forget`."""
-        if reason is FinishReason.NUMERICAL_ERROR:
-            spoilt = [digest for digest in sequence.prefix_hashes if digest in self._kept]
-        elif reason is FinishReason.CANCELLED:
-            number = sequence.number
-            spoilt = [digest for digest, by in self._kept.items() if by == number]
-        else:
-            return
-        for digest in spoilt:
-            self._forget(digest)
-
-    def audit(self) -> list[str]:
-        """Checks the number of kept states, and that each is found by its hash. Returns faults in words."""
-        if self._pages is None:
-            return []
-        self._notice()
-        known = self._pages.num_known
-        faults = (
-            [] if known == self.num_kept else [f"{known} states kept, {self.num_kept} findable"]
-        )
-        return faults + ([f"{known} states are kept"] if known > self._most else [])
-
-    def _find(self, digest: bytes) -> int | None:
-        return None if self._pages is None else self._pages.find(digest)
-
-    def _forget(self, digest: bytes) -> None:
-        page = self._find(digest)
-        if page is not None:
-            assert self._pages is not None
-            self._pages.forget((page,))
-        del self._kept[digest]
-
-    def _end(self, sequence: Sequence) -> int:
-        """Returns the token position at which the last whole page before a prompt's last token ends."""
-        return (sequence.num_prompt_tokens - 1) // self._page_size * self._page_size

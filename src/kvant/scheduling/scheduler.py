@@ -27,8 +27,9 @@ from kvant.kv.offload.source import Prompt
 from kvant.kv.offload.tiers import Progress, Tiers
 from kvant.kv.pages import SCRATCH, SharedPages
 from kvant.plan.limits import Limits
+from kvant.scheduling.kept_states import KeptStates
 from kvant.scheduling.request import FinishReason, Sequence, Status
-from kvant.scheduling.row_table import HeldPages, KeptStates
+from kvant.scheduling.row_table import HeldPages
 
 HASHED_PAGES = 512
 """The most pages of a waiting prompt hashed in one step, so that running sequences are not delayed."""

@@ -1,6 +1,9 @@
 # Each target sets up .venv on its own when needed; a second run installs nothing.
 .PHONY: demo test kernels transfer lowest setup
 
+# Without compiled modules, each of the hundreds of processes that tests start takes 4 s more of a core.
+unexport PYTHONDONTWRITEBYTECODE
+
 setup:
 	@python3 scripts/setup.py
 

@@ -35,8 +35,11 @@ COVERING = ("float32", "fp8_e4m3", "int8_per_token_head", "int4_feedback", "nvfp
 
 
 def llama_for_every_format(directory: Path) -> Path:
-    """A tiny llama with rounding matrices, which int4_feedback reads from the checkpoint."""
-    path = tiny.build("llama", directory)
+    """A tiny llama with rounding matrices, which int4_feedback reads from the checkpoint.
+
+    Two layers: a wrong number in one already changes what the next stores.
+    """
+    path = tiny.build("llama", directory, num_hidden_layers=2)
     config = json.loads((path / "config.json").read_text())
     heads, size = config["num_key_value_heads"], config["head_dim"]
     values = 0.1 * np.random.default_rng(0).normal(size=(heads, size, size))

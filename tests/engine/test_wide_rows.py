@@ -35,7 +35,7 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @cache
 def bench_of(where: Path, *, drafting: bool = False) -> Bench:
     """In float64, in which codes do not depend on the shapes of steps."""
-    path = tiny.build("llama", where / "llama")
+    path = tiny.build("llama", where / "llama", num_hidden_layers=2)
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     llm = LLM(
         path, dtype="float64", page_size=PAGE_SIZE, kv_cache_memory="4MiB", max_model_len=128,
@@ -151,7 +151,7 @@ def test_recurrent_models_are_refused_before_anything_is_loaded(tmp_path: Path) 
 
 
 def test_batch_invariant_answers_have_the_same_bits(where: Path) -> None:
-    path = tiny.build("llama", where / "invariant")
+    path = tiny.build("llama", where / "invariant", num_hidden_layers=2)
     llm = LLM(
         path, page_size=PAGE_SIZE, kv_cache_memory="8MiB", max_model_len=96, batch_invariant=True,
         kv_cache_dtype="int4_per_token_head", kv_recent_tokens=RECENT, kv_sink_tokens=SINK,

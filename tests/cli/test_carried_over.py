@@ -189,6 +189,43 @@ def test_a_line_of_vllm_is_translated_as_far_as_it_can_be() -> None:
     assert (ran.code, ran.out) == (0, "kvant serve m/one --max-model-len 4000\n")
 
 
+@pytest.mark.parametrize(
+    ("kind", "line", "out"),
+    [
+        (
+            "vllm",
+            "python -m vllm.entrypoints.openai.api_server --model a/b --port 80",
+            "a/b --port 80",
+        ),
+        (
+            "vllm",
+            "docker run -p 1:2 vllm/vllm-openai:latest --model a/b --port 80",
+            "a/b --port 80",
+        ),
+        ("vllm", "A=1 vllm serve vllm/x --port 80", "vllm/x --port 80"),
+        ("llama-server", "./build/bin/llama-server -m x.gguf --port 80", "x.gguf --port 80"),
+        ("llama-server", "docker run ghcr.io/ggml-org/llama.cpp:server -m x.gguf", "x.gguf"),
+    ],
+)
+def test_what_starts_the_other_server_is_no_part_of_its_line(
+    kind: str, line: str, out: str
+) -> None:
+    assert kvant("serve", f"--from-{kind}", line).out == f"kvant serve {out}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--max-model-len", "5x"), "--max-model-len is 5x"),
+        (("--port",), "--port is empty"),
+        (("--shutdown-timeout", "soon"), "it must be a number"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_with_its_flag(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(BadValue, match=words):
+        translated(*flags)
+
+
 def test_other_commands_take_the_spellings_but_not_vllms_flags() -> None:
     assert translated("--max_model_len", "2k", command="chat") == ["--max-model-len", "2000"]
     with pytest.raises(BadValue, match="kvant chat has no option --enforce-eager"):

@@ -21,7 +21,11 @@ from kvant.errors import BadValue, WayOut
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _UNITS = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-_OTHER = "Other"
+_PROGRAM = re.compile(
+    r"(.*/)?(vllm|llama-server)|vllm\.entrypoints\.(openai\.)?api_server"
+    r"|(.*/)?(vllm-openai|llama\.cpp)(:.*)?"
+)
+"""What starts another server: a program, a module, or an image. What stands before it is not its own."""
 
 
 class ConfiguredCommand(TyperCommand):
@@ -110,9 +114,12 @@ class ConfiguredCommand(TyperCommand):
                 if keys:
                     _put(objects.setdefault(flag, {}), keys.replace("-", "_"), value)
                     continue
-                yield from _valued(flag, value, param)
-                for other in _more(rest, if_any=has_model and param.multiple):
-                    yield from _valued(flag, other, param)
+                more = _more(rest, if_any=has_model and param.multiple)
+                try:
+                    for one_value in (value, *more):
+                        yield from _valued(flag, one_value, param)
+                except BadValue as fault:
+                    refused.append(fault)
         for flag, body in objects.items():
             yield from (flag, json.dumps(body))
 
@@ -165,9 +172,9 @@ class ServeCommand(ConfiguredCommand):
     def _of_other(self, kind: str, line: str, refused: list[BadValue]) -> str:
         """The command line of `kvant serve` for one of another server, without what it refuses."""
         words = [word for word in shlex.split(line) if word != "\n"]
-        while words and (words[0] in ("vllm", "serve") or "=" in words[0].split("-")[0]):
-            del words[0]  # the program's name, and variables before it
-        if words and words[0].rsplit("/", 1)[-1] in ("llama-server", "server"):
+        programs = [place for place, word in enumerate(words) if _PROGRAM.fullmatch(word)]
+        del words[: programs[-1] + 1 if programs else 0]
+        if words and words[0] in ("serve", "server"):
             del words[0]
         if kind == "--from-vllm":
             found = list(self.read(words, refused))
@@ -248,8 +255,19 @@ def _valued(flag: str, value: str, param: TyperOption) -> Iterator[str]:
     if is_number and (found := _COUNT.fullmatch(value)):
         number = Decimal(found[1]) * _UNITS[found[2]]
         value = str(int(number)) if number == int(number) else str(number)
+    if is_number and not _is_number(value, whole=param.metavar == "INT"):
+        kind = "a whole number, such as 4096 or 4k" if param.metavar == "INT" else "a number"
+        raise BadValue(f"{flag} is {value or 'empty'}", why=f"it must be {kind}")
     yield flag
     yield value
+
+
+def _is_number(value: str, *, whole: bool) -> bool:
+    try:
+        (int if whole else float)(value)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_short(flag: str, known: Mapping[str, object]) -> bool:

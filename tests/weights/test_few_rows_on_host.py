@@ -18,8 +18,10 @@ from kvant.weights.format import (
     FP8_CHANNEL,
     INT8_CHANNEL,
     MXFP4,
+    Scale,
     WeightFormat,
     int4_groups,
+    int8_groups,
 )
 from tests.weights.host.run import multiply, multiply_shared
 
@@ -55,6 +57,10 @@ def _seeded() -> None:
         (ZEROS, 9, Warps(2, 2, 1)),
         pytest.param(MXFP4, 9, Warps(2, 1, 2), marks=slow),
         pytest.param(MXFP4, 20, Warps(1, 2, 2), marks=slow),
+        (int4_groups(32), 9, Warps(2, 2, 2)),
+        pytest.param(int4_groups(64), 5, Warps(4, 1, 2), marks=slow),
+        (int8_groups(32), 3, Warps(1, 2, 2)),
+        pytest.param(int8_groups(64, scale=Scale.BFLOAT16), 20, Warps(2, 2, 1), marks=slow),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
@@ -63,7 +69,7 @@ def test_rows(
 ) -> None:
     if fmt == MXFP4 and dtype is torch.float16:
         pytest.skip("not read")
-    columns = 416 if fmt == MXFP4 else 640
+    columns = 416 if fmt.columns == 32 else 640
     weight = encode(torch.randn(144, columns), fmt)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(144).to(dtype)
     found = multiply(tmp_path, x, weight, bias, cut, PLAIN, NOTHING)
@@ -110,7 +116,9 @@ def test_rows_that_warps_share(
     [
         (FP8_CHANNEL, 576), pytest.param(FP8_BLOCK, 640, marks=slow),
         pytest.param(INT8_CHANNEL, 640, marks=slow),
-        pytest.param(INT4, 640, marks=slow), (ZEROS, 640), (MXFP4, 416),
+        pytest.param(INT4, 640, marks=slow), (ZEROS, 640), (MXFP4, 416), (int4_groups(32), 416),
+        pytest.param(int4_groups(64), 320, marks=slow), (int8_groups(32), 416),
+        pytest.param(int8_groups(64), 320, marks=slow),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -165,6 +173,7 @@ def clamped(gate: Tensor, up: Tensor) -> Tensor:
         pytest.param(FP8_BLOCK, 256, False, 3, 2, marks=slow),
         pytest.param(FP8_CHANNEL, 320, False, 2, 1, marks=slow),
         pytest.param(ZEROS, 256, True, 2, 1, marks=slow),
+        pytest.param(int4_groups(32), 288, True, 2, 1, marks=slow),
     ],
 )
 def test_single_tokens_have_the_sum_of_their_experts(

@@ -20,6 +20,8 @@
 using std::max;
 using std::min;
 
+struct uint2 { uint32_t x, y; };
+static inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 struct uint4 { uint32_t x, y, z, w; };
 struct uint3 { unsigned x, y, z; };
 static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }

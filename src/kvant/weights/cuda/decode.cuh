@@ -17,7 +17,9 @@ typedef long long i64;
 #define NIBBLES (CODE >= 2)
 #define PIECES (NIBBLES ? 1 : 2)  // 16-byte pieces of a row's block of 128 columns
 #define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : SCALE_TYPE == 3 ? 1 : 2)
-#define FINE (SCALES == 1 && GROUP < 128)  // lanes of a row hold codes of different groups
+#define FINE (SCALES == 1 && GROUP < 128 && CODE == 3)  // lanes of a row hold codes of different groups
+#define GROUPED (SCALES == 1 && GROUP < 128 && CODE != 3)  // an instruction takes columns of one group
+#define GROUPS_OF_BLOCK (SCALES == 1 ? 128 / GROUP : 1)
 
 #ifndef ON_HOST
 #define SHARED __shared__

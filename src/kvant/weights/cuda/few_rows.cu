@@ -25,7 +25,7 @@
 #define BLOCKS ((K + 127) / 128)
 #define CODE_ROOM (RT * 2 * PIECES * 512)
 #define SCALE_ROOM (SCALES == 2 ? 16 : SCALES == 0 ? (EXPERTS == 3 ? 64 * RT : 0) \
-                    : (FINE ? 128 / GROUP : 1) * 16 * RT * SCALE_BYTES)
+                    : GROUPS_OF_BLOCK * 16 * RT * SCALE_BYTES)
 #define SLOT (CODE_ROOM + SCALE_ROOM + (ZEROS ? 16 * RT : 0))
 #define RING (WARPS * STAGES * SLOT)
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
@@ -87,6 +87,8 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
     // Where the lane's codes of a block begin: columns of low halves, and how far those of high halves are.
     const int column = !NIBBLES ? 16 * t : 16 * t / (GROUP / 2) * GROUP + 16 * t % (GROUP / 2);
     const int half = !NIBBLES ? 64 : GROUP / 2;
+    // Which 16 bytes of a piece the lane fetches into. With groups, lanes then read words without conflicts.
+    const int kept = GROUPED ? 4 * g + (t + g / 2) % 4 : lane;
 
 #if EXPERTS == 3
     SHARED int chosen[TOP_K];
@@ -110,7 +112,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
 #if SCALES == 2
     const u8* const scales_from = scales + ((i64)expert * N + base_row(0, lane % 2)) / 128 * scale_stride * 4;
 #elif SCALES == 1
-    constexpr int SIZE = SCALE_BYTES, GROUPS = FINE ? 128 / GROUP : 1;
+    constexpr int SIZE = SCALE_BYTES, GROUPS = GROUPS_OF_BLOCK;
     constexpr int HALVES = SIZE == 4 ? 2 : 1;  // copies for 8 rows
     constexpr int SCALE_COPIES = GROUPS * RT * 2 * HALVES;
     const int scale_q = lane % HALVES, scale_h = lane / HALVES % 2, scale_i = lane / (2 * HALVES) % RT;
@@ -133,7 +135,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
                 for (int p = 0; p < PIECES; p++) {
                     const bool in = !RAGGED || b * 128 + column + 64 * p < K;
                     const u8* at = in ? from + row_at[i][h] + 64 * p : weight;
-                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + lane) * 16, at, in ? 16 : 0);
+                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + kept) * 16, at, in ? 16 : 0);
                 }
             }
         }
@@ -169,7 +171,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
                 for (int p = 0; p < PIECES; p++) {
                     const bool in = !RAGGED || b * 128 + column + 64 * p < K;
                     const u8* at = in ? from + (i64)b * (64 * PIECES) + 64 * p : weight;
-                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + lane) * 16, at, in ? 16 : 0);
+                    copy16(to + (((i * 2 + h) * PIECES + p) * 32 + kept) * 16, at, in ? 16 : 0);
                 }
             }
         }
@@ -180,7 +182,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
             copy4(beside + 4 * lane, scales + ((row / 128) * scale_stride + b) * 4);
         }
 #elif SCALES == 1 || EXPERTS == 3
-        constexpr int SIZE = SCALES ? SCALE_BYTES : 4, GROUPS = FINE ? 128 / GROUP : 1;
+        constexpr int SIZE = SCALES ? SCALE_BYTES : 4, GROUPS = GROUPS_OF_BLOCK;
         constexpr int HALVES = SIZE == 4 ? 2 : 1;  // copies for 8 rows
         for (int c = lane; c < GROUPS * RT * 2 * HALVES; c += 32) {
             const int q = c % HALVES, h = c / HALVES % 2, i = c / (2 * HALVES) % RT, k = c / (2 * HALVES * RT);
@@ -318,12 +320,12 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
                     row = lists[(i64)expert * most + at];
                     if (GATED) row /= top_k;
                 }
-                token[n] = x + row * K + column;
+                token[n] = x + row * K + (GROUPED ? 4 * t : column);
             }
         }
 #endif
         float acc[RT][NT][4] = {};
-#if ONE
+#if ONE && !GROUPED
         uint4 columns[1] = {make_uint4(0, 0, 0, 0)};  // of lanes that have no token: always zeros
 #endif
 
@@ -334,6 +336,72 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
             __syncwarp();
             const u8* from = ring + slot * SLOT;
             const u8* beside = from + CODE_ROOM;
+#if GROUPED
+            // Each instruction takes a word of every lane: 16 columns, or halves of 16 bytes, of one group.
+            constexpr int WORDS = (NIBBLES ? 4 : 8) / GROUPS_OF_BLOCK, PARTS_OF_WORD = NIBBLES ? 2 : 1;
+            const Fine fine = fine_of(8, 0);
+#pragma unroll
+            for (int q = 0; q < GROUPS_OF_BLOCK; q++) {
+                float part[RT][NT][4] = {};
+#pragma unroll
+                for (int w = 0; w < WORDS; w++) {
+                    const int word = q * WORDS + w;
+                    u32 codes[RT][2];
+#pragma unroll
+                    for (int i = 0; i < RT; i++) {
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            const int piece = (i * 2 + h) * PIECES + word / 4;
+                            codes[i][h] = *(const u32*)(from + (piece * 32 + 4 * g + (word + g / 2) % 4) * 16 + 4 * t);
+                        }
+                    }
+#pragma unroll
+                    for (int c = 0; c < PARTS_OF_WORD; c++) {
+                        const int offset = b * 128 + (NIBBLES ? q * GROUP + w * 16 + c * (GROUP / 2) : word * 16);
+                        u32 a[RT][4];
+#pragma unroll
+                        for (int i = 0; i < RT; i++) {
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                if (c) decode<1>(codes[i][h], fine, a[i][h], a[i][h + 2]);
+                                else decode<0>(codes[i][h], fine, a[i][h], a[i][h + 2]);
+                            }
+                        }
+#pragma unroll
+                        for (int n = 0; n < NT; n++) {
+                            uint2 v = make_uint2(0, 0);
+#if ONE
+                            const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
+                            if (g == 0 && (!RAGGED || offset < K)) v = *(const uint2*)(staged + row * K + offset + 4 * t);
+#else
+                            if (token[n] && (!RAGGED || offset < K)) v = *(const uint2*)(token[n] + offset);
+#if NIBBLES
+                            v = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
+#endif
+#endif
+#pragma unroll
+                            for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], v.x, v.y);
+                        }
+                    }
+                }
+                float share = 1.0f;
+#if EXPERTS == 3
+                share = portion[unit / BLOCKS];
+#endif
+#pragma unroll
+                for (int i = 0; i < RT; i++) {
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float factor = share * scale_of(beside, q * 16 * RT + 16 * i + place(h));
+#pragma unroll
+                        for (int n = 0; n < NT; n++) {
+                            acc[i][n][2 * h] += part[i][n][2 * h] * factor;
+                            acc[i][n][2 * h + 1] += part[i][n][2 * h + 1] * factor;
+                        }
+                    }
+                }
+            }
+#else
             Fine fine[RT][2];
 #pragma unroll
             for (int i = 0; i < RT; i++) {
@@ -434,6 +502,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
                     }
                 }
             }
+#endif
 #endif
             __syncwarp();
             if (unit + STAGES * WARPS < units) fetch(slot, unit + STAGES * WARPS);

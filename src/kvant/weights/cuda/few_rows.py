@@ -22,6 +22,9 @@ MOST_ROWS = 64
 BLOCK = 128
 """Columns at a time; also the groups and blocks whose scales it reads."""
 
+GROUPS = {(1, 32), (1, 64)}
+"""Rows and columns of groups that an instruction takes one of, where codes are integers."""
+
 _SOURCES = "decode.cuh", "few_rows.cu"
 _CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3}
 _SCALES = {Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3}
@@ -117,6 +120,10 @@ def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> boo
         return known and fmt.rows == 1 and rows % 16 == 0 and columns % 32 == 0
     shared = (fmt.rows, fmt.columns)
     shares = {(1, WHOLE), (1, BLOCK), (BLOCK, BLOCK)}
+    if shared in GROUPS and fmt.code in (Code.INT4, Code.INT8):
+        plain = not (fmt.zero_points or fmt.offsets or fmt.superblock or fmt.global_scale)
+        known = plain and fmt.scale in (Scale.FLOAT16, Scale.BFLOAT16)
+        return known and rows % 16 == 0 and columns % fmt.columns == 0
     return (
         fmt.scale in _SCALES
         and fmt.scale is not Scale.E8M0

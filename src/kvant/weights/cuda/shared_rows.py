@@ -17,7 +17,7 @@ from kvant.kernels.cuda.build import INT, POINTER, Kernel
 from kvant.weights.codecs import NarrowWeight
 from kvant.weights.cuda import few_rows
 from kvant.weights.cuda.few_rows import BLOCK, Act, Kind, Warps, address, token_tiles
-from kvant.weights.format import WeightFormat
+from kvant.weights.format import Code, WeightFormat
 
 _SOURCES = "decode.cuh", "shared_rows.cu"
 ARGUMENTS = (*[POINTER] * 9, *[INT] * 4)
@@ -59,7 +59,8 @@ class Call:
 
 def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether the kernel reads weights [rows, columns] on any Hopper GPU."""
-    return few_rows.reads(fmt, rows, columns, dtype) and columns % BLOCK == 0
+    grouped = (fmt.rows, fmt.columns) in few_rows.GROUPS and fmt.code is not Code.E2M1
+    return not grouped and few_rows.reads(fmt, rows, columns, dtype) and columns % BLOCK == 0
 
 
 def defines(

@@ -15,14 +15,18 @@ from kvant.weights.format import (
     INT8_CHANNEL,
     MXFP4,
     NVFP4,
+    Q4_1,
+    Q4_K,
+    Q6_K,
     Scale,
     WeightFormat,
     int4_groups,
+    int8_groups,
 )
 
 FORMATS = [
     FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int4_groups(128), int4_groups(128, zero_points=True),
-    int4_groups(128, scale=Scale.BFLOAT16),
+    int4_groups(128, scale=Scale.BFLOAT16), int4_groups(32), int4_groups(64), int8_groups(32), Q4_1,
 ]  # fmt: skip
 
 
@@ -42,7 +46,10 @@ def test_programs_take_tokens_in_eights() -> None:
 
 
 def test_formats_that_the_kernel_does_not_read_are_left_to_others() -> None:
-    left = ((NVFP4, 128), (int4_groups(32), 128), (FP8_CHANNEL, 96), (FP8_BLOCK, 192))
+    left = (
+        (NVFP4, 128), (int4_groups(32, zero_points=True), 128), (FP8_CHANNEL, 96), (FP8_BLOCK, 192),
+        (int4_groups(64, scale=Scale.FLOAT32), 128), (Q4_K, 128),
+    )  # fmt: skip
     for fmt, columns in left:
         assert not few_rows.reads(fmt, 128, columns, torch.bfloat16)
     assert not few_rows.reads(FP8_CHANNEL, 120, 128, torch.bfloat16)
@@ -71,10 +78,27 @@ def test_few_rows(fmt: WeightFormat, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [Q4_K, Q6_K], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_of_superblocks(fmt: WeightFormat, dtype: torch.dtype) -> None:
+    if not few_rows.serves(fmt, 144, 768):
+        pytest.skip("this GPU has other kernels")
+    torch.manual_seed(0)
+    weight = encode(torch.randn(144, 768, device="cuda"), fmt)
+    numbers = decode(weight, torch.float64)
+    for tokens in (1, 8, 9, 33, 65):
+        x = torch.randn(tokens, 768, device="cuda").to(dtype)
+        expected = x.double() @ numbers.T
+        for cut in (Warps(1, 8, 1), Warps(2, 3, 3)):
+            found = few_rows.multiply(x, weight, None, cut).double()
+            assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fmt", [*FORMATS, MXFP4], ids=lambda fmt: fmt.summary.replace(" ", "-"))
 def test_rows_that_warps_share(fmt: WeightFormat) -> None:
-    if not few_rows.serves(fmt, 256, 1280):
-        pytest.skip("this GPU has other kernels")
+    if not few_rows.serves(fmt, 256, 1280) or few_rows.is_grouped(fmt):
+        pytest.skip("other kernels take it")
     torch.manual_seed(0)
     weight = encode(torch.randn(256, 1280, device="cuda") * 0.03, fmt)
     numbers = decode(weight, torch.float64)

@@ -18,6 +18,9 @@ from kvant.weights.format import (
     FP8_CHANNEL,
     INT8_CHANNEL,
     MXFP4,
+    Q4_1,
+    Q4_K,
+    Q6_K,
     Scale,
     WeightFormat,
     int4_groups,
@@ -60,6 +63,11 @@ def _seeded() -> None:
         (int4_groups(32), 9, Warps(2, 2, 2)),
         pytest.param(int4_groups(64), 5, Warps(4, 1, 2), marks=slow),
         (int8_groups(32), 3, Warps(1, 2, 2)),
+        (Q4_1, 9, Warps(2, 2, 2)),
+        (Q4_K, 9, Warps(2, 2, 2)),
+        pytest.param(Q4_K, 33, Warps(4, 1, 2), marks=slow),
+        (Q6_K, 9, Warps(2, 2, 2)),
+        pytest.param(Q6_K, 33, Warps(4, 2, 2), marks=slow),
         pytest.param(int8_groups(64, scale=Scale.BFLOAT16), 20, Warps(2, 2, 1), marks=slow),
     ],
 )
@@ -69,7 +77,7 @@ def test_rows(
 ) -> None:
     if fmt == MXFP4 and dtype is torch.float16:
         pytest.skip("not read")
-    columns = 416 if fmt.columns == 32 else 640
+    columns = 2 * fmt.superblock or (416 if fmt.columns == 32 else 640)
     weight = encode(torch.randn(144, columns), fmt)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(144).to(dtype)
     found = multiply(tmp_path, x, weight, bias, cut, PLAIN, NOTHING)
@@ -118,7 +126,7 @@ def test_rows_that_warps_share(
         pytest.param(INT8_CHANNEL, 640, marks=slow),
         pytest.param(INT4, 640, marks=slow), (ZEROS, 640), (MXFP4, 416), (int4_groups(32), 416),
         pytest.param(int4_groups(64), 320, marks=slow), (int8_groups(32), 416),
-        pytest.param(int8_groups(64), 320, marks=slow),
+        pytest.param(int8_groups(64), 320, marks=slow), (Q4_1, 416), (Q4_K, 512), (Q6_K, 512),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(

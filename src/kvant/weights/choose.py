@@ -235,13 +235,14 @@ def few_serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -
 def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
     """None if products of few rows agree with float64 products of decoded bytes; else what is wrong."""
     generator = torch.Generator("cuda").manual_seed(0)
-    weight = encode(torch.randn(128, 640, device="cuda", generator=generator), fmt)
+    columns = 3 * fmt.superblock or 640
+    weight = encode(torch.randn(128, columns, device="cuda", generator=generator), fmt)
     begin(weight, dtype, bias=False)
     numbers = decode(weight, torch.float64)
     wrong = None
     try:
         for tokens in (1, 9, 17, 33):
-            x = torch.randn(tokens, 640, device="cuda", generator=generator).to(dtype)
+            x = torch.randn(tokens, columns, device="cuda", generator=generator).to(dtype)
             found = _few(x, weight, None, None, multiprocessors(x.device)).to(torch.float64)
             expected = x.to(torch.float64) @ numbers.T
             error = float((found - expected).norm() / expected.norm())
@@ -279,6 +280,8 @@ def warps(fmt: WeightFormat, tokens: int, rows: int, columns: int) -> Warps:
     As many programs stay as keep most multiprocessors busy.
     """
     most = 1 if tokens <= 8 else 2 if tokens <= 16 or tokens > 32 else 4
+    if few_rows.is_grouped(fmt):  # sums of a group take registers, too
+        most = 1 if tokens > 32 else min(most, 2)
     tiles = most
     while tiles > 1 and rows // (16 * tiles) < 120:
         tiles //= 2

@@ -197,7 +197,7 @@ struct Given {
 };
 #else
 struct Given {
-    const u8 *weight, *scales, *zeros;
+    const u8 *weight, *scales, *zeros, *factors;
     const u16 *x, *bias, *norm_weight, *residual;
     u16* out;
     const int *lists, *counts, *ids;
@@ -214,8 +214,8 @@ static void body() {
     shared_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.out, v.unscale, v.partial, v.arrived, v.tokens, v.N, v.K,
                 v.scale_stride);
 #else
-    few_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.norm_weight, v.residual, v.out, v.lists, v.counts, v.ids,
-             v.shares, v.tokens, v.N, v.tiles, v.scale_stride, v.most, v.top_k, v.inputs, v.eps, v.limit, v.alpha);
+    few_rows(v.weight, v.scales, v.zeros, v.factors, v.x, v.bias, v.norm_weight, v.residual, v.out, v.lists, v.counts,
+             v.ids, v.shares, v.tokens, v.N, v.tiles, v.scale_stride, v.most, v.top_k, v.inputs, v.eps, v.limit, v.alpha);
 #endif
     done[running] = 1;
     setcontext(&scheduler);

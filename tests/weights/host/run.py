@@ -36,7 +36,6 @@ def multiply(
     macros = few_rows.defines(
         weight.format, weight.columns, call.tiles, x.dtype, cut, kind, bias=bias is not None
     )
-    tensors = [weight.codes, weight.scales, *([] if weight.zeros is None else [weight.zeros])]
     library = _compiled(directory, "few_rows", macros)
     _run(
         library,
@@ -44,7 +43,7 @@ def multiply(
         call.values,
         call.programs,
         few_rows.shared_bytes(macros),
-        tensors,
+        weight.tensors,
     )
     return call.out
 

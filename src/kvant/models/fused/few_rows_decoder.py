@@ -55,7 +55,8 @@ class FewRowsDecoder:
         self._experts = TritonExperts(model.embedding.device)
         self._products = FewProducts(self._few, fused)
         eps, alike = model.norm.eps, model.norm.eps == _eps(model.layers)
-        can_fold = folds and alike and model.folds_norms and is_own(model.head)
+        reads_head = is_own(model.head) or isinstance(model.head, NarrowProduct)
+        can_fold = folds and alike and model.folds_norms and reads_head
         self._folds, self._folds_one = (
             can_fold and all(_folds(layer, owned, one=one) for layer in model.layers)
             for owned in (is_own, _is_own_for_one)
@@ -133,7 +134,11 @@ class FewRowsDecoder:
             stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
-        logits = few.normed(stream, *numbers(model.head), picked=logits_index, dtype=torch.float32)
+        if is_own(model.head):
+            head = numbers(model.head)
+            logits = few.normed(stream, *head, picked=logits_index, dtype=torch.float32)
+        else:
+            logits = model.head(fused.kernels.norm(stream.residual[logits_index], model.norm))
         return fused.finish(logits), tuple(taps[index] for index in layers)
 
     def _feed_forward(self, layer: Dense | Experts, stream: Stream, norm: Tensor) -> Stream:

@@ -16,7 +16,9 @@ typedef long long i64;
 #endif
 #define NIBBLES (CODE >= 2)
 #define PIECES (NIBBLES ? 1 : 2)  // 16-byte pieces of a row's block of 128 columns
-#define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : SCALE_TYPE == 3 ? 1 : 2)
+#define SIX (CODE == 4)
+#define ROW_BYTES (SIX ? K / 4 * 3 : NIBBLES ? K / 2 : K)
+#define SCALE_BYTES (SCALE_TYPE == 0 ? 4 : SCALE_TYPE >= 3 ? 1 : 2)
 #define FINE (SCALES == 1 && GROUP < 128 && CODE == 3)  // lanes of a row hold codes of different groups
 #define GROUPED (SCALES == 1 && GROUP < 128 && CODE != 3)  // an instruction takes columns of one group
 #define GROUPS_OF_BLOCK (SCALES == 1 ? 128 / GROUP : 1)
@@ -169,6 +171,19 @@ __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u
 #endif
 }
 
+#if SIX
+// Four 6-bit codes, a byte each, to pairs of numbers: (0, 2) and (1, 3), less 32.
+__device__ __forceinline__ void decode_six(u32 bytes, u32& first, u32& second) {
+#if OPERAND_BFLOAT16  // 128 + the code
+    first = fma2(and_or(bytes, 0x003f003fu, 0x43004300u), 0x3f803f80u, 0xc320c320u);
+    second = fma2(and_or(bytes >> 8, 0x003f003fu, 0x43004300u), 0x3f803f80u, 0xc320c320u);
+#else  // 1024 + the code
+    first = fma2(and_or(bytes, 0x003f003fu, 0x64006400u), 0x3c003c00u, 0xe420e420u);
+    second = fma2(and_or(bytes >> 8, 0x003f003fu, 0x64006400u), 0x3c003c00u, 0xe420e420u);
+#endif
+}
+#endif
+
 __device__ __forceinline__ float scale_of(const u8* at, int index) {
 #if SCALE_TYPE == 0
     return ((const float*)at)[index];
@@ -176,6 +191,10 @@ __device__ __forceinline__ float scale_of(const u8* at, int index) {
     return from_half(((const u16*)at)[index]);
 #elif SCALE_TYPE == 2
     return from_bfloat16(((const u16*)at)[index]);
+#elif SCALE_TYPE == 4
+    return (float)at[index];
+#elif SCALE_TYPE == 5
+    return (float)((const signed char*)at)[index];
 #else
     return exp2f((float)at[index] - 127.0f);
 #endif

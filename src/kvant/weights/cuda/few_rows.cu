@@ -13,9 +13,11 @@
 // experts of token y. GATED: rows g are gates and rows g + 8 their ups, and the results are activated.
 // ADDED: the residual is added to the rounded result.
 //
-// Macros: CODE 0 e4m3, 1 int8, 2 int4, 3 e2m1 (two codes a byte, a group's halves); SCALES 0 per output,
+// Macros: CODE 0 e4m3, 1 int8, 2 int4, 3 e2m1 (two codes a byte, a group's halves), 4 int6
+// (`kvant.weights.codecs`); SCALES 0 per output,
 // 1 per group of GROUP inputs [K / GROUP, rows], 2 per block of 128 x 128; SCALE_TYPE 0 float, 1 half,
-// 2 bfloat16, 3 a power of two; ZEROS; BIAS; BFLOAT16, else half; NT tiles of 8 tokens; RT tiles of 16 rows;
+// 2 bfloat16, 3 a power of two, 4 uint8, 5 int8; ZEROS; OFFSETS: numbers beside scales, in the place of zero points,
+// are added; SUPER: inputs that share float16 factors of scales and of offsets, whose sign turns; 0 without; BIAS; BFLOAT16, else half; NT tiles of 8 tokens; RT tiles of 16 rows;
 // WARPS; STAGES blocks of 128 columns that a warp has fetched; K columns, or `inputs`; TOP_K for EXPERTS 3; ALTERNATING order of gates and
 // ups; ACTIVATION 0 silu, 1 gelu_tanh, 2 clamped; SHARE: results are multiplied by weights of pairs; PDL:
 // the program may start while the kernel before it runs.
@@ -26,7 +28,11 @@
 #define CODE_ROOM (RT * 2 * PIECES * 512)
 #define SCALE_ROOM (SCALES == 2 ? 16 : SCALES == 0 ? (EXPERTS == 3 ? 64 * RT : 0) \
                     : GROUPS_OF_BLOCK * 16 * RT * SCALE_BYTES)
-#define SLOT (CODE_ROOM + SCALE_ROOM + (ZEROS ? 16 * RT : 0))
+#define BESIDE (OFFSETS || SUPER)  // more than scales or zero points lies beside codes
+#define OFFSETS_AT (CODE_ROOM + SCALE_ROOM)
+#define FACTORS_AT (OFFSETS_AT + (OFFSETS ? SCALE_ROOM : 0))
+#define UPPER_AT (FACTORS_AT + (SUPER ? (OFFSETS ? 64 : 32) * RT : 0))
+#define SLOT (UPPER_AT + (SIX ? 512 * RT : 0) + (ZEROS ? 16 * RT : 0))
 #define RING (WARPS * STAGES * SLOT)
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
 #define THREADS (WARPS * 32)
@@ -37,7 +43,7 @@
 // between groups, or between rows of blocks. residual, out: as wide as results. inputs: columns, where K is not
 // known before.
 extern "C" __global__ void __launch_bounds__(THREADS)
-few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, const u16* bias,
+few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors, const u16* x, const u16* bias,
          const u16* norm_weight, const u16* residual, u16* out, const int* lists, const int* counts,
          const int* ids, const float* shares, int tokens, int N, int tiles, int scale_stride, int most,
          int top_k, int inputs, float eps, float limit, float alpha) {
@@ -100,18 +106,56 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
     __syncthreads();
 #endif
     const int units = EXPERTS == 3 ? TOP_K * BLOCKS : BLOCKS;
+#if BESIDE
+    // Scales or offsets of 8 rows at a time, of all groups of block b.
+    auto copy_groups = [&](u8* to, const u8* all, i64 row0, int b) {
+        constexpr int SIZE = SCALE_BYTES;
+        for (int c = lane; c < GROUPS_OF_BLOCK * RT * 2; c += 32) {
+            const int h = c % 2, i = c / 2 % RT, k = c / (2 * RT);
+            const bool in = !RAGGED || b * 128 + k * GROUP < K;
+            const i64 group = (i64)b * GROUPS_OF_BLOCK + k;
+            const u8* at = in ? all + (group * scale_stride + row0 + base_row(i, h)) * SIZE : all;
+            u8* into = to + (k * 16 * RT + i * 16 + h * 8) * SIZE;
+            if (SIZE == 1) copy8(into, at, in ? 8 : 0);
+            else copy16(into, at, in ? 16 : 0);
+        }
+    };
+    auto fetch_beside = [&](u8* to, i64 row0, int b) {
+        copy_groups(to + CODE_ROOM, scales, row0, b);
+#if OFFSETS
+        copy_groups(to + OFFSETS_AT, zeros, row0, b);
+#endif
+#if SUPER
+        for (int c = lane; c < (OFFSETS ? 4 : 2) * RT; c += 32) {
+            const int h = c % 2, i = c / 2 % RT, o = c / (2 * RT);
+            const i64 at = ((i64)o * (K / SUPER) + b / (SUPER / 128)) * scale_stride + row0 + base_row(i, h);
+            copy16(to + FACTORS_AT + (o * 16 * RT + i * 16 + h * 8) * 2, factors + at * 2, 16);
+        }
+#endif
+#if SIX
+#pragma unroll
+        for (int i = 0; i < RT; i++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const u8* at = weight + (row0 + lane_row(i, h)) * (i64)ROW_BYTES + K / 2 + b * 32 + 16 * t;
+                if (t < 2) copy16(to + UPPER_AT + ((i * 2 + h) * 8 + g) * 32 + 16 * t, at, 16);
+            }
+        }
+#endif
+    };
+#endif
 #if EXPERTS != 3
     // What this lane fetches of block 0.
-    const u8* const codes_from = weight + (i64)expert * N * (NIBBLES ? K / 2 : K) + 16 * t;
+    const u8* const codes_from = weight + (i64)expert * N * ROW_BYTES + 16 * t;
     u32 row_at[RT][2];
 #pragma unroll
     for (int i = 0; i < RT; i++) {
 #pragma unroll
-        for (int h = 0; h < 2; h++) row_at[i][h] = (u32)lane_row(i, h) * (u32)(NIBBLES ? K / 2 : K);
+        for (int h = 0; h < 2; h++) row_at[i][h] = (u32)lane_row(i, h) * (u32)ROW_BYTES;
     }
 #if SCALES == 2
     const u8* const scales_from = scales + ((i64)expert * N + base_row(0, lane % 2)) / 128 * scale_stride * 4;
-#elif SCALES == 1
+#elif SCALES == 1 && !BESIDE
     constexpr int SIZE = SCALE_BYTES, GROUPS = GROUPS_OF_BLOCK;
     constexpr int HALVES = SIZE == 4 ? 2 : 1;  // copies for 8 rows
     constexpr int SCALE_COPIES = GROUPS * RT * 2 * HALVES;
@@ -141,6 +185,8 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
         }
 #if SCALES == 2
         if (lane < 2) copy4(to + CODE_ROOM + 4 * lane, scales_from + 4 * b);
+#elif BESIDE
+        fetch_beside(to, (i64)expert * N, b);
 #elif SCALES == 1
         if (lane < SCALE_COPIES) {
             const bool in = !RAGGED || b * 128 + scale_k * GROUP < K;
@@ -166,7 +212,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
         for (int i = 0; i < RT; i++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const u8* from = weight + (row0 + lane_row(i, h)) * (i64)(NIBBLES ? K / 2 : K) + 16 * t;
+                const u8* from = weight + (row0 + lane_row(i, h)) * (i64)ROW_BYTES + 16 * t;
 #pragma unroll
                 for (int p = 0; p < PIECES; p++) {
                     const bool in = !RAGGED || b * 128 + column + 64 * p < K;
@@ -181,6 +227,8 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
             const i64 row = row0 + base_row(0, lane);
             copy4(beside + 4 * lane, scales + ((row / 128) * scale_stride + b) * 4);
         }
+#elif BESIDE
+        fetch_beside(to, row0, b);
 #elif SCALES == 1 || EXPERTS == 3
         constexpr int SIZE = SCALES ? SCALE_BYTES : 4, GROUPS = GROUPS_OF_BLOCK;
         constexpr int HALVES = SIZE == 4 ? 2 : 1;  // copies for 8 rows
@@ -338,65 +386,104 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, cons
             const u8* beside = from + CODE_ROOM;
 #if GROUPED
             // Each instruction takes a word of every lane: 16 columns, or halves of 16 bytes, of one group.
-            constexpr int WORDS = (NIBBLES ? 4 : 8) / GROUPS_OF_BLOCK, PARTS_OF_WORD = NIBBLES ? 2 : 1;
-            const Fine fine = fine_of(8, 0);
+            constexpr int LAST = NIBBLES ? 1 : 0, RUN = SIX ? 32 : GROUP;
+            constexpr int WORDS = SIX ? 1 : (NIBBLES ? 4 : 8) / GROUPS_OF_BLOCK;  // of a group
+            const Fine fine = fine_of(OFFSETS ? 0 : 8, 0);
+            float part[RT][NT][4], inputs_sum[NT][4];
 #pragma unroll
-            for (int q = 0; q < GROUPS_OF_BLOCK; q++) {
-                float part[RT][NT][4] = {};
-#pragma unroll
-                for (int w = 0; w < WORDS; w++) {
-                    const int word = q * WORDS + w;
-                    u32 codes[RT][2];
-#pragma unroll
-                    for (int i = 0; i < RT; i++) {
-#pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            const int piece = (i * 2 + h) * PIECES + word / 4;
-                            codes[i][h] = *(const u32*)(from + (piece * 32 + 4 * g + (word + g / 2) % 4) * 16 + 4 * t);
-                        }
-                    }
-#pragma unroll
-                    for (int c = 0; c < PARTS_OF_WORD; c++) {
-                        const int offset = b * 128 + (NIBBLES ? q * GROUP + w * 16 + c * (GROUP / 2) : word * 16);
-                        u32 a[RT][4];
-#pragma unroll
-                        for (int i = 0; i < RT; i++) {
-#pragma unroll
-                            for (int h = 0; h < 2; h++) {
-                                if (c) decode<1>(codes[i][h], fine, a[i][h], a[i][h + 2]);
-                                else decode<0>(codes[i][h], fine, a[i][h], a[i][h + 2]);
-                            }
-                        }
-#pragma unroll
-                        for (int n = 0; n < NT; n++) {
-                            uint2 v = make_uint2(0, 0);
-#if ONE
-                            const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
-                            if (g == 0 && (!RAGGED || offset < K)) v = *(const uint2*)(staged + row * K + offset + 4 * t);
-#else
-                            if (token[n] && (!RAGGED || offset < K)) v = *(const uint2*)(token[n] + offset);
-#if NIBBLES
-                            v = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
-#endif
-#endif
-#pragma unroll
-                            for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], v.x, v.y);
-                        }
-                    }
-                }
-                float share = 1.0f;
-#if EXPERTS == 3
-                share = portion[unit / BLOCKS];
-#endif
+            for (int word = 0; word < (NIBBLES ? 4 : 8); word++) {
+                u32 codes[RT][2], upper[RT][2];
 #pragma unroll
                 for (int i = 0; i < RT; i++) {
 #pragma unroll
                     for (int h = 0; h < 2; h++) {
-                        const float factor = share * scale_of(beside, q * 16 * RT + 16 * i + place(h));
+                        const int piece = (i * 2 + h) * PIECES + word / 4;
+                        codes[i][h] = *(const u32*)(from + (piece * 32 + 4 * g + (word + g / 2) % 4) * 16 + 4 * t);
+#if SIX
+                        upper[i][h] = *(const u32*)(from + UPPER_AT + ((i * 2 + h) * 8 + g) * 32 + word * 8 + t % 2 * 4);
+                        upper[i][h] >>= t / 2 * 2;
+#endif
+                    }
+                }
+#pragma unroll
+                for (int c = 0; c <= LAST; c++) {
+                    const int w = word % WORDS, q = SIX ? 2 * word + c : word / WORDS;
+                    const int run = word * 32 / RUN;  // of codes: one that a word of 4-bit codes is in
+                    const int offset = b * 128 + (NIBBLES ? run * RUN + w * 16 + c * (RUN / 2) : word * 16);
+                    if (SIX || (w == 0 && c == 0)) {
 #pragma unroll
                         for (int n = 0; n < NT; n++) {
-                            acc[i][n][2 * h] += part[i][n][2 * h] * factor;
-                            acc[i][n][2 * h + 1] += part[i][n][2 * h + 1] * factor;
+#pragma unroll
+                            for (int e = 0; e < 4; e++) {
+                                inputs_sum[n][e] = 0;
+#pragma unroll
+                                for (int i = 0; i < RT; i++) part[i][n][e] = 0;
+                            }
+                        }
+                    }
+                    u32 a[RT][4];
+#pragma unroll
+                    for (int i = 0; i < RT; i++) {
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+#if SIX
+                            const u32 low = codes[i][h] >> (4 * c) & 0x0f0f0f0fu;
+                            const u32 six = low | (upper[i][h] >> (4 * c) & 0x03030303u) << 4;
+                            decode_six(six, a[i][h], a[i][h + 2]);
+#else
+                            if (c) decode<1>(codes[i][h], fine, a[i][h], a[i][h + 2]);
+                            else decode<0>(codes[i][h], fine, a[i][h], a[i][h + 2]);
+#endif
+                        }
+                    }
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        uint2 v = make_uint2(0, 0);
+#if ONE
+                        const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
+                        if (g == 0 && (!RAGGED || offset < K)) v = *(const uint2*)(staged + row * K + offset + 4 * t);
+#else
+                        if (token[n] && (!RAGGED || offset < K)) v = *(const uint2*)(token[n] + offset);
+#if NIBBLES
+                        v = make_uint2(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632));
+#endif
+#endif
+#pragma unroll
+                        for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], v.x, v.y);
+#if OFFSETS
+                        constexpr u32 ONES = OPERAND_BFLOAT16 ? 0x3f803f80u : 0x3c003c00u;
+                        const u32 ones[4] = {ONES, ONES, ONES, ONES};
+                        multiply(inputs_sum[n], ones, v.x, v.y);
+#endif
+                    }
+                    if (!SIX && (w < WORDS - 1 || c < LAST)) continue;
+                    float share = 1.0f;
+#if EXPERTS == 3
+                    share = portion[unit / BLOCKS];
+#endif
+#pragma unroll
+                    for (int i = 0; i < RT; i++) {
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            const int at = 16 * i + place(h);
+                            float factor = share * scale_of(beside, q * 16 * RT + at), added = 0;
+#if OFFSETS
+                            added = share * scale_of(from + OFFSETS_AT, q * 16 * RT + at);
+#endif
+#if SUPER
+                            factor *= from_half(((const u16*)(from + FACTORS_AT))[at]);
+#if OFFSETS
+                            added *= -from_half(((const u16*)(from + FACTORS_AT))[16 * RT + at]);
+#endif
+#endif
+#pragma unroll
+                            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                                for (int e = 0; e < 2; e++) {
+                                    acc[i][n][2 * h + e] += part[i][n][2 * h + e] * factor;
+                                    if (OFFSETS) acc[i][n][2 * h + e] += inputs_sum[n][e] * added;
+                                }
+                            }
                         }
                     }
                 }

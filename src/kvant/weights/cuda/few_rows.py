@@ -16,7 +16,7 @@ from torch import Tensor
 from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, POINTER, Kernel
 from kvant.weights.codecs import NarrowWeight
-from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
+from kvant.weights.format import Q4_1, Q4_K, Q6_K, WHOLE, Code, Scale, WeightFormat
 
 MOST_ROWS = 64
 BLOCK = 128
@@ -25,10 +25,15 @@ BLOCK = 128
 GROUPS = {(1, 32), (1, 64)}
 """Rows and columns of groups that an instruction takes one of, where codes are integers."""
 
+_BLOCKS = (Q4_1, Q4_K, Q6_K)
+
 _SOURCES = "decode.cuh", "few_rows.cu"
-_CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3}
-_SCALES = {Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3}
-ARGUMENTS = (*[POINTER] * 12, *[INT] * 7, *[FLOAT] * 3)
+_CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3, Code.INT6: 4}
+_SCALES = {
+    Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3, Scale.UINT6: 4, Scale.INT8: 5,
+}  # fmt: skip
+SCALE_SIZES = {place: scale.num_bytes for scale, place in _SCALES.items()}
+ARGUMENTS = (*[POINTER] * 13, *[INT] * 7, *[FLOAT] * 3)
 
 
 class Pairs(Enum):
@@ -118,6 +123,8 @@ def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> boo
     if fmt.code is Code.E2M1:
         known = fmt.scale is Scale.E8M0 and fmt.columns == 32 and dtype is torch.bfloat16
         return known and fmt.rows == 1 and rows % 16 == 0 and columns % 32 == 0
+    if fmt in _BLOCKS:
+        return rows % 16 == 0 and columns % (fmt.superblock or fmt.columns) == 0
     shared = (fmt.rows, fmt.columns)
     shares = {(1, WHOLE), (1, BLOCK), (BLOCK, BLOCK)}
     if shared in GROUPS and fmt.code in (Code.INT4, Code.INT8):
@@ -136,6 +143,11 @@ def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> boo
     )
 
 
+def is_grouped(fmt: WeightFormat) -> bool:
+    """Whether an instruction takes columns of one group, since a block of columns has several."""
+    return fmt.rows == 1 and 0 < fmt.columns < BLOCK and fmt.code is not Code.E2M1
+
+
 def defines(
     fmt: WeightFormat,
     columns: int,
@@ -152,6 +164,7 @@ def defines(
     return {
         "CODE": _CODES[fmt.code], "SCALES": scales, "GROUP": fmt.columns if scales == 1 else BLOCK,
         "SCALE_TYPE": _SCALES[fmt.scale], "ZEROS": int(fmt.zero_points), "BIAS": int(bias),
+        "OFFSETS": int(fmt.offsets), "SUPER": fmt.superblock,
         "BFLOAT16": int(dtype is torch.bfloat16), "NT": tiles, "RT": cut.tiles,
         "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns if kind.one else "inputs",
         "ONE": int(kind.one), "NEIGHBOURS": 0,
@@ -167,7 +180,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     m = {name: int(value) for name, value in macros.items() if value != "inputs"}
     tiles, warps = m["RT"], m["WARPS"]
     pieces = 1 if m["CODE"] >= 2 else 2
-    size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
+    size = SCALE_SIZES[m["SCALE_TYPE"]]
     if m["SCALES"] == 2:
         scales = 16
     elif m["SCALES"] == 0:
@@ -175,6 +188,9 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     else:
         scales = max(1, BLOCK // m["GROUP"]) * 16 * tiles * size
     slot = tiles * 2 * pieces * 512 + scales + (16 * tiles if m["ZEROS"] else 0)
+    slot += scales if m["OFFSETS"] else 0
+    slot += (64 if m["OFFSETS"] else 32) * tiles if m["SUPER"] else 0
+    slot += 512 * tiles if m["CODE"] == _CODES[Code.INT6] else 0
     sums = warps * 16 * tiles * (4 if m["ONE"] else 32 * m["NT"])
     staged = 0
     if m["ONE"]:
@@ -291,7 +307,8 @@ def arranged(
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
     values = (
         *(address(one) for one in (
-            weight.codes, weight.scales, weight.zeros, x, bias, beside.norm_weight, beside.residual, out,
+            weight.codes, weight.scales, weight.offsets if weight.zeros is None else weight.zeros,
+            weight.factors, x, bias, beside.norm_weight, beside.residual, out,
             beside.lists, beside.counts, beside.ids, beside.shares,
         )),
         tokens, rows, side, stride, most, beside.top_k, weight.columns,

@@ -17,7 +17,7 @@ from kvant.kernels.cuda.build import INT, POINTER, Kernel
 from kvant.weights.codecs import NarrowWeight
 from kvant.weights.cuda import few_rows
 from kvant.weights.cuda.few_rows import BLOCK, Act, Kind, Warps, address, token_tiles
-from kvant.weights.format import Code, WeightFormat
+from kvant.weights.format import WeightFormat
 
 _SOURCES = "decode.cuh", "shared_rows.cu"
 ARGUMENTS = (*[POINTER] * 9, *[INT] * 4)
@@ -59,8 +59,8 @@ class Call:
 
 def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether the kernel reads weights [rows, columns] on any Hopper GPU."""
-    grouped = (fmt.rows, fmt.columns) in few_rows.GROUPS and fmt.code is not Code.E2M1
-    return not grouped and few_rows.reads(fmt, rows, columns, dtype) and columns % BLOCK == 0
+    reads = few_rows.reads(fmt, rows, columns, dtype) and columns % BLOCK == 0
+    return reads and not few_rows.is_grouped(fmt)
 
 
 def defines(
@@ -88,7 +88,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     m = {name: int(value) for name, value in macros.items()}
     rows = m["WARPS"] * m["RT"] * 16
     codes = rows * (64 if m["CODE"] >= 2 else 128)
-    size = {0: 4, 1: 2, 2: 2, 3: 1}[m["SCALE_TYPE"]]
+    size = few_rows.SCALE_SIZES[m["SCALE_TYPE"]]
     scales = {0: 0, 1: max(1, BLOCK // m["GROUP"]) * rows * size, 2: 16 * m["WARPS"]}[m["SCALES"]]
     slot = codes + scales + (rows if m["ZEROS"] else 0)
     if not m["LAID"]:

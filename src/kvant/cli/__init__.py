@@ -1,1 +1,1 @@
-"""The `kvant` command. Modules here stay light: torch is imported inside the commands that need it."""
+"""The `kvant` command. Modules here import torch only inside the commands that need it."""

@@ -8,7 +8,7 @@ from kvant.cli import bench_attention, bench_serve, bench_startup, bench_through
 
 
 def _today(name: str) -> str:
-    """The option that is called so today: recorded command lines write --format for --kv-format."""
+    """Maps an old option name to its current name, since recorded command lines have --format."""
     return "kv-format" if name == "format" else name
 
 

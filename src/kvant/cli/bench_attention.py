@@ -64,9 +64,10 @@ def run_grid(
     peers: Callable[[torch.device], Sequence[Peer]] = lambda _: (),
     peer_page_sizes: Sequence[int] | None = None,
 ) -> None:
-    """Measure, print a table and write `out`. command: the program, for the JSON's command line.
+    """Measures, prints a table and writes `out`. command: the program's name in the JSON's command line.
 
-    NotServable without a GPU; BadValue for lengths that are no whole number of pages.
+    peers: makes the other kernels to measure. peer_page_sizes: in tokens. Raises NotServable without a GPU,
+    BadValue for lengths that are not a whole number of pages.
     """
     import torch
 
@@ -102,7 +103,7 @@ def run_grid(
     most *= len(own_sizes) + len(beside) * len(sizes)
     for one in tracked(measured, most, "measuring", "rows"):
         found.append(one)
-        if out is not None:  # after every row, so that an interruption loses nothing
+        if out is not None:  # written after every row, so that an interruption loses nothing
             document = {**facts, "read_tb_per_s": bandwidth, "rows": [asdict(r) for r in found]}
             write_json(out, document)
     sys.stdout.write(table(found) + "\n")

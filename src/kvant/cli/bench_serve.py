@@ -1,4 +1,4 @@
-"""`kvant bench serve`: measure running servers under an open load, at several rates in turn."""
+"""`kvant bench serve`: measures running servers under an open load, at one rate after another."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def _all(
 
 
 async def _tick(told: Told, total: int) -> None:
-    """Tells the seconds that pass; answers to the last requests may take longer than `total`."""
+    """Reports the seconds that pass, up to `total`. Answers to the last requests may take longer."""
     for second in range(total):
         told(second, total)
         await asyncio.sleep(1)

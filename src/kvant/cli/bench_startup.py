@@ -1,4 +1,4 @@
-"""`kvant bench startup`: from nothing to the first token."""
+"""`kvant bench startup`: measures the time from the start of a process to the first token."""
 
 from __future__ import annotations
 

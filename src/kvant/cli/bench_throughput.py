@@ -1,4 +1,4 @@
-"""`kvant bench throughput`: many requests at once, formats one after another."""
+"""`kvant bench throughput`: measures many requests at once, with one format after another."""
 
 from __future__ import annotations
 

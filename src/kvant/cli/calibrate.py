@@ -1,4 +1,4 @@
-"""`kvant calibrate`: measure static scales of the KV cache on text, and write them as a checkpoint."""
+"""`kvant calibrate`: measures static scales of the KV cache on text, and writes them as a checkpoint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def calibrate(
     target = llm.planned.target
     source, config = target.local.path, target.config
     if save is not None:
-        if read_blocks(config) is not None:  # other readers want numbers
+        if read_blocks(config) is not None:  # other programs need numbers
             source = locate(model).path
             config = read_json_object(source / CONFIG_NAME)
         check_writable(save, config, target.checkpoint, source)

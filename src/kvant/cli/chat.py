@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvant.sampling.sampling_params import SamplingParams
 
 _SAVE_SECONDS = 30.0
-"""The longest wait for the pages of a conversation to reach files."""
+"""The longest wait, in seconds, for the pages of a conversation to reach files."""
 
 COMMANDS = {
     "/exit": "leave (or press Ctrl-D)",
@@ -102,7 +102,7 @@ def _refuse_without_template(llm: LLM, model: str) -> None:
 
 
 class KeptConversation:
-    """A conversation that is read from files before it begins and saved when it ends.
+    """A conversation that is read from files at its beginning and saved at its end.
 
     Raises BadValue without a directory for pages, and NotServable for a session of another engine.
     """
@@ -143,7 +143,7 @@ class KeptConversation:
             ) from None
 
     def run(self, talk: Conversation) -> None:
-        """Converse, and save what was said."""
+        """Runs the conversation and saves its messages and pages at the end."""
         talk.messages = self.messages
         if self.messages:
             talk.note(f"goes on with {self._id}: {len(self.messages)} messages")
@@ -168,7 +168,7 @@ class KeptConversation:
 
 @dataclass
 class Conversation:
-    """Read lines, stream answers, and keep the messages."""
+    """A conversation in the terminal: reads lines, streams answers and keeps the messages."""
 
     llm: LLM
     params: SamplingParams
@@ -177,7 +177,7 @@ class Conversation:
     messages: list[Message] = field(default_factory=list)
 
     def run(self) -> None:
-        """Converse until /exit or the end of the input."""
+        """Reads and answers lines until /exit or the end of the input."""
         self._greet()
         while (line := self._read()) is not None:
             text = line.strip()
@@ -196,7 +196,7 @@ class Conversation:
         )
 
     def _read(self) -> str | None:
-        """Return one line, or None at the end of the input."""
+        """Returns one line, or None at the end of the input."""
         if not sys.stdin.isatty():
             return sys.stdin.readline() or None
         with suppress(ImportError):  # some Pythons lack it
@@ -222,7 +222,7 @@ class Conversation:
                 self.note(f"  {name:8}{does}")
 
     def _turn(self, text: str) -> None:
-        """Ask one question and print its answer. A question without an answer is not kept."""
+        """Answers one question and prints the answer. A question without an answer is not kept."""
         self.messages.append({"role": "user", "content": text})
         try:
             result = self._answer()
@@ -264,7 +264,7 @@ class Conversation:
         return result
 
     def _prompt(self) -> list[int]:
-        """Return the conversation as tokens. If it is too long, drop its oldest turns and say so."""
+        """Returns the conversation as tokens. If it is too long, drops its oldest turns and says so."""
         limit = self.llm.engine.limits.max_model_len
         left_out = 0
         while True:
@@ -280,7 +280,7 @@ class Conversation:
         return ids
 
     def start(self) -> list[Message]:
-        """The messages before the first question."""
+        """Returns the messages before the first question: the system message, if there is one."""
         return [] if self.system is None else [{"role": "system", "content": self.system}]
 
     def _show(self, text: str) -> None:
@@ -288,15 +288,15 @@ class Conversation:
         self.console.file.flush()
 
     def note(self, text: str) -> None:
-        """Print a line that is no part of the conversation."""
+        """Prints a line that is not part of the conversation."""
         plain(self.console, text, "dim")
 
 
 class Words:
-    """Shows a text that comes in pieces, whole words at a time.
+    """Shows streamed text, whole words at a time.
 
     show: prints text. width: columns of the terminal; a word that would cross its edge begins a new line.
-    None shows the pieces as they come.
+    None shows the pieces unchanged.
     """
 
     def __init__(self, show: Callable[[str], None], width: int | None) -> None:
@@ -311,18 +311,18 @@ class Words:
         *whole, self._held = re.split(r"(?<=\s)", self._held + printable(text))
         for word in whole:
             self._place(word)
-        if _cells(self._held) >= self._width:  # a word as long as a line is shown as it comes
+        if _cells(self._held) >= self._width:  # a word as long as a line is shown in pieces
             self._place(self._held)
             self._held = ""
 
     def finish(self) -> None:
-        """Shows what is left."""
+        """Shows the rest of the text."""
         if self._held:
             self._place(self._held)
             self._held = ""
 
     def _place(self, word: str) -> None:
-        """A word with the blank behind it."""
+        """Shows a word with its trailing blank, on a new line if it does not fit."""
         assert self._width is not None
         size = _cells(word.rstrip())
         if self._column and size and self._column + size > self._width:
@@ -364,7 +364,7 @@ class _Clock:
             self._first = self._last
 
     def report(self) -> list[str]:
-        """Return tokens per second after the first token, and the time to the first token."""
+        """Returns texts of the tokens per second after the first token, and the time to the first token."""
         if self._first is None:
             return []
         parts = [f"first after {self._first - self._started:.2f} s"]
@@ -376,7 +376,7 @@ class _Clock:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after one Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
+    """Yields a function that returns True after one Ctrl-C. A second Ctrl-C raises KeyboardInterrupt."""
     seen = 0
 
     def note(_signal: int, _frame: FrameType | None) -> None:
@@ -393,7 +393,7 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 
 def printable(text: str) -> str:
-    """Remove control characters except newline and tab, so that a model cannot control the terminal."""
+    """Removes control characters except newline and tab, so that a model cannot control the terminal."""
     return "".join(c for c in text if c in "\n\t" or not (c < " " or "\x7f" <= c <= "\x9f"))
 
 

@@ -1,9 +1,9 @@
-"""Build a command's flags from tables of options.
+"""Builds a command's flags from tables of options.
 
     @configured(EngineOptions)
     def generate(settings: Settings, prompts: ...) -> None: ...
 
-The command gets every flag of the tables, --config and --print-config. `settings` holds the values.
+The command gets every flag of the tables, --config and --print-config. `settings` has the options' values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvant.plan.settings import (
 from kvant.server.config import SERVER_OPTIONS
 
 ALL_OPTIONS = (*ENGINE_OPTIONS, *SERVER_OPTIONS, *REPLICA_OPTIONS)
-"""Options that a configuration file may hold: one file serves every command."""
+"""Options that a configuration file may have. Every command accepts all of them, so one file serves all."""
 
 _TYPES: dict[Kind, Any] = {
     Kind.COUNT: int | None,
@@ -56,10 +56,11 @@ def configured(
     sampling: Sequence[inspect.Parameter] = (),
     check: Callable[[Settings], object] = engine_config,
 ) -> Callable[[Command], Command]:
-    """model: "argument", or the flags that name it. needs_model: the user must name one, there is no
-    default. without: options the command gives no flag. check: raises what a start would raise for the
-    settings alone. sampling: flags of sampling parameters; the command gets their values by name, as
-    `sampling`.
+    """Returns a decorator that gives a command the flags of `tables`.
+
+    model: "argument", or the flags of the model. needs_model: the model has no default. without: options
+    without a flag. check: raises the errors of a start that depend on the settings alone. sampling: flags of
+    sampling parameters; the command gets their values by name, as `sampling`.
     """
     options = tuple(o for o in options_of(*tables) if o.name not in without)
 
@@ -74,7 +75,7 @@ def configured(
                     ways_out=(WayOut("take the demo model", (DEFAULT_MODEL,)),),
                 )
             if show:
-                check(settings)  # what a start refuses is refused here too
+                check(settings)  # refuse settings that a start would refuse
                 for line in config_lines(options_of(*tables), settings):
                     sys.stdout.write(line + "\n")
                 return
@@ -138,7 +139,7 @@ def _parameter(option: Option, model: str, *, needed: bool) -> inspect.Parameter
 
 
 def _shown(option: Option) -> str:
-    """Return a default as help shows it; empty for switches and lists, whose defaults are obvious."""
+    """Returns a default as help shows it; empty for lists and for switches that are off."""
     if option.kind is Kind.SWITCH:
         return "on" if option.default else ""
     return "" if isinstance(option.default, tuple) else str(option.default)

@@ -1,4 +1,4 @@
-"""The command line of configured commands: friendlier spellings in, help in groups out."""
+"""The command line of configured commands: accepts more spellings of flags, and groups the help."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ _PROGRAM = re.compile(
 
 
 class ConfiguredCommand(TyperCommand):
-    """Takes underscores in flags, counts such as 4k, and auto for the default of a number.
+    """A command that also accepts underscores in flags, counts such as 4k, and auto for a number's default.
 
-    An unknown flag is a BadValue with a way out. Help lists the flags by panel.
+    An unknown flag raises BadValue with a way out. Help lists the flags by panel. foreign: other programs'
+    flags. short: other programs' short flags.
     """
 
     foreign: ClassVar[Mapping[str, Foreign]] = {}
@@ -57,7 +58,7 @@ class ConfiguredCommand(TyperCommand):
     # -- arguments -----------------------------------------------------------------------------
 
     def translated(self, args: Sequence[str]) -> list[str]:
-        """The arguments as this command knows them. Raises BadValue that names every one it cannot take."""
+        """Returns the arguments in this command's flags. Raises one BadValue that names all refused ones."""
         refused: list[BadValue] = []
         found = list(self.read(args, refused))
         if refused:
@@ -65,14 +66,14 @@ class ConfiguredCommand(TyperCommand):
         return found
 
     def read(self, args: Sequence[str], refused: list[BadValue]) -> Iterator[str]:
-        """Yields the arguments as this command knows them, and appends those it cannot take to `refused`."""
+        """Yields the arguments in this command's flags. Appends errors of refused arguments to `refused`."""
         known = {
             flag: param
             for param in self.params
             if isinstance(param, TyperOption)
             for flag in (*param.opts, *param.secondary_opts)
         }
-        objects: dict[str, dict[str, Any]] = {}  # of flags such as --speculative-config.method
+        objects: dict[str, dict[str, Any]] = {}  # of dotted flags: --speculative-config.method
         rest = deque(args)
         has_model = False
         while rest:
@@ -124,12 +125,12 @@ class ConfiguredCommand(TyperCommand):
             yield from (flag, json.dumps(body))
 
     def _spelled(self, flag: str, known: Mapping[str, object]) -> tuple[str, str]:
-        """A flag with its usual name, and the keys behind its first point, or = and an attached value."""
+        """Returns a flag's usual name, and the keys after its first dot, or = and an attached value."""
         flag, _, keys = flag.partition(".")
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
             base = "--" + flag.removeprefix("--no-")
-            # Switched off: for a flag without an effect, or of something that is never on.
+            # --no-X of another program's flag X: if X has no effect, neither has --no-X.
             other = self.foreign.get(base)
             if flag not in known and flag not in self.foreign and other and not other.takes_value:
                 flag = base if other.no_effect else flag
@@ -150,7 +151,7 @@ class ConfiguredCommand(TyperCommand):
 
 
 class ServeCommand(ConfiguredCommand):
-    """Also takes the flags of `vllm serve`, and translates whole command lines of other servers."""
+    """A command that also accepts the flags of `vllm serve`, and translates other servers' command lines."""
 
     foreign = VLLM
     short = SHORT
@@ -164,13 +165,13 @@ class ServeCommand(ConfiguredCommand):
                 )
             refused: list[BadValue] = []
             sys.stdout.write(self._of_other(args[0], args[1], refused) + "\n")
-            if refused:  # the line lacks them
+            if refused:  # the printed line lacks the refused flags
                 raise _joined(refused)
             raise typer.Exit
         return super().parse_args(ctx, args)
 
     def _of_other(self, kind: str, line: str, refused: list[BadValue]) -> str:
-        """The command line of `kvant serve` for one of another server, without what it refuses."""
+        """Returns the `kvant serve` command line for another server's, without its refused flags."""
         words = [word for word in shlex.split(line) if word != "\n"]
         programs = [place for place, word in enumerate(words) if _PROGRAM.fullmatch(word)]
         del words[: programs[-1] + 1 if programs else 0]
@@ -194,16 +195,16 @@ def _next(words: deque[str], otherwise: str = "") -> str:
 
 
 def _more(words: deque[str], *, if_any: bool) -> Iterator[str]:
-    """Takes further values of a flag, as `--served-model-name A B` has them: words up to the next flag.
+    """Removes and yields further values of a flag, as in `--served-model-name A B`, up to the next flag.
 
-    if_any: before the model's name, a word may be that name.
+    if_any: whether words may be values. Before the model's name they may not: a word may be that name.
     """
     while if_any and words and not words[0].startswith("-"):
         yield words.popleft()
 
 
 def _joined(refused: Sequence[BadValue]) -> BadValue:
-    """One error for all of them."""
+    """Returns one error for all refused arguments."""
     if len(refused) == 1:
         return refused[0]
     ways = {str(way): way for fault in refused for way in fault.ways_out}
@@ -215,7 +216,7 @@ def _joined(refused: Sequence[BadValue]) -> BadValue:
 
 
 def _put(into: dict[str, Any], keys: str, value: str) -> None:
-    """Set the value of a dotted key, as JSON where it is JSON."""
+    """Sets the value of a dotted key in `into`, parsed as JSON if possible."""
     *above, last = keys.split(".")
     for key in above:
         into = into.setdefault(key, {})
@@ -241,7 +242,7 @@ def _carried_over(flag: str, value: str, one: Foreign) -> Iterator[str]:
 
 
 def _valued(flag: str, value: str, param: TyperOption) -> Iterator[str]:
-    """A flag with its value, or nothing where the value asks for the default."""
+    """Yields a flag and its value, or nothing if the value means the default."""
     ours = VALUES.get(flag, {}).get(value.lower(), value)
     if ours in ("", "auto") and value.lower() != ours:
         told = "it is left out" if not ours else "auto chooses"
@@ -271,5 +272,5 @@ def _is_number(value: str, *, whole: bool) -> bool:
 
 
 def _is_short(flag: str, known: Mapping[str, object]) -> bool:
-    """A short option with its value attached, such as -tp4, is left to the parser."""
+    """Returns whether this is a short option with its value attached, such as -tp4, for the parser."""
     return not flag.startswith("--") and flag[:2] in known

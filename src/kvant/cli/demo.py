@@ -1,4 +1,4 @@
-"""`kvant demo`: what Kvant does, in short chapters, on a real model. Each chapter is one function."""
+"""`kvant demo`: shows Kvant's features on a real model, in short chapters. Each chapter is one function."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ MODEL = "smollm2"
 FORMAT = "int8_per_token_head"
 WIDE_LAYERS = "0,-1"
 QUESTION = "Why is the sky blue? Answer in three sentences."
-ANSWER_TOKENS = 160  # a limit that the answer does not reach: it ends by itself
+ANSWER_TOKENS = 160  # more than the answer has, so it ends by itself
 TEXT_TOKENS = 384
 UNIFORM = "int4_per_token_head"
 POLICY = Path(__file__).with_name("demo_policy.yaml")
-"""Made by `kvant tune` on other text; its first lines hold the command."""
+"""Written by `kvant tune` on other text. Its first lines have the command."""
 
 SERVED_TEXT_CHARS = 1600
 SERVED_ANSWER_TOKENS = 64
@@ -143,7 +143,7 @@ def _formats(llm: LLM, console: Console) -> dict[str, object]:
 
 
 def _tuned(llm: LLM, console: Console) -> dict[str, object]:
-    """Compare one format for all layers with a policy that takes no more bytes."""
+    """Compares one format for all layers with a policy that needs no more bytes."""
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import FormatRequest, parse_format
     from kvant.kv.policy import read_policy
@@ -177,7 +177,7 @@ def _tuned(llm: LLM, console: Console) -> dict[str, object]:
 
 
 def _made_by(policy: Path) -> str:
-    """The command in the first comment of a policy file."""
+    """Returns the command in the first comment of a policy file."""
     lines = []
     for line in policy.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
@@ -187,7 +187,7 @@ def _made_by(policy: Path) -> str:
 
 
 def _speed(llm: LLM, console: Console) -> dict[str, object]:
-    """Compare with transformers' generate: same process, threads and weights, float32 in transformers."""
+    """Compares with transformers' generate in one process with equal threads and weights (there float32)."""
     import torch
     import transformers
 
@@ -238,7 +238,7 @@ def _served(llm: LLM, console: Console) -> None:
 
 
 def _drafts(llm: LLM, console: Console) -> None:
-    """Compare two new engines, batch-invariant so that rounding cannot change answers."""
+    """Compares engines with and without drafts, batch-invariant so that rounding cannot change answers."""
     from kvant.engine.llm import LLM
     from kvant.sampling.sampling_params import SamplingParams
 

@@ -22,7 +22,7 @@ _READY = re.compile(r"kvant: ready: .* on http://127\.0\.0\.1:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One client's view. first: seconds until the first text; the rest is the answer's usage."""
+    """One client's answer. first: seconds until the first text. The token counts come from its usage."""
 
     text: str
     first: float
@@ -32,7 +32,7 @@ class Answered:
 
 @contextmanager
 def served(model: str, flags: Sequence[str]) -> Iterator[int]:
-    """Run a server on a free port and yield the port; the server ends with the context."""
+    """Runs a server on a free port and yields the port. The server ends with the context."""
     code = "from kvant.cli.main import run; run()"
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", code, "serve", model, "--port", "0", *flags],
@@ -64,12 +64,12 @@ def _wait_ready(process: subprocess.Popen[str]) -> int:
 
 
 def client_name() -> str:
-    """The client's name: openai-python if it is installed; Kvant does not depend on it."""
+    """Returns the client's name: openai-python if it is installed, since Kvant does not depend on it."""
     return "openai-python" if importlib.util.find_spec("openai") else "Python's http.client"
 
 
 def ask(port: int, model: str, messages: list[dict[str, str]], *, max_tokens: int) -> Answered:
-    """Ask for one streamed answer, through openai-python if it is installed."""
+    """Requests one streamed answer, through openai-python if it is installed."""
     body: dict[str, Any] = {
         "model": model,
         "messages": messages,

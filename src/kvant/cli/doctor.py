@@ -1,4 +1,4 @@
-"""`kvant doctor`: check what this machine offers, and why parts are missing. No network."""
+"""`kvant doctor`: checks which parts of Kvant work on this machine, and why others do not. No network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvant.kv.dtype import KVDtype
 
 CHECKED = ("torch", "transformers")
-"""Required packages that are imported too, because only that shows a broken installation."""
+"""Required packages that are also imported, because only an import shows a broken installation."""
 
 OPTIONAL = {
     "compressed-tensors": "checkpoints with quantised weights (pip install 'kvant[quantized]')",
@@ -38,7 +38,7 @@ OPTIONAL = {
 
 
 class State(Enum):
-    """GOOD and INFO are fine, WARN may matter, FAULT keeps Kvant from running models here."""
+    """The state of a finding, with its colour. FAULT keeps Kvant from running models; WARN may matter."""
 
     GOOD = "green"
     INFO = "dim"
@@ -102,7 +102,10 @@ def _required(name: str) -> Finding:
 
 
 def _tested(name: str, version: str, window: str) -> Finding:
-    """version: a text that begins with it. window: a requirement with >= and <, as in pyproject.toml."""
+    """Returns whether a version is tested. version: a text that begins with the version.
+
+    window: a requirement with >= and <, as in pyproject.toml.
+    """
     low, high = re.findall(r">=([\d.]+)", window)[0], re.findall(r"<([\d.]+)", window)[0]
     if _numbers(low) <= _numbers(version) < _numbers(high):
         return Finding(name, State.GOOD, version)
@@ -144,7 +147,7 @@ def _accelerators() -> Iterator[Finding]:
 
     try:
         import torch
-    except Exception:  # reported among the software
+    except Exception:  # `_software` reports it
         return
     if not torch.cuda.is_available():
         built = torch.version.cuda or torch.version.hip
@@ -187,7 +190,7 @@ def _models() -> Iterator[Finding]:
 
 
 def _place(name: str, path: Path) -> Finding:
-    """Report a directory, which need not exist yet, and the free space at its location."""
+    """Returns a finding about a directory, which need not exist yet, and the free space there."""
     from kvant.kv.memory import format_size
 
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -199,7 +202,7 @@ def _place(name: str, path: Path) -> Finding:
 
 
 def _print_formats(console: Console) -> None:
-    """Print which formats each backend serves on this machine's device, and why it refuses others."""
+    """Prints which formats each backend serves on this machine's device, and why it refuses others."""
     from rich.table import Table
 
     from kvant.attention.select import BACKENDS, by_name_only, refusal
@@ -241,7 +244,7 @@ def _print_formats(console: Console) -> None:
 
 
 def _missing_package(info: BackendInfo) -> str | None:
-    """Return why a backend cannot run here for lack of a package, or None."""
+    """Returns why a backend cannot run here for lack of a package, or None."""
     if info.package is not None and importlib.util.find_spec(info.package) is None:
         return f"the package {info.package} is not installed"
     return None

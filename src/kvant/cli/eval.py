@@ -1,4 +1,4 @@
-"""`kvant eval`: measure what each KV cache format costs in quality on a model."""
+"""`kvant eval`: measures the loss of quality of each KV cache format on a model."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def evaluate(
 
 
 def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -> Extent:
-    """How much is measured. BadValue for a context beyond the model's positions."""
+    """Returns how much to measure. Raises BadValue for a context beyond the model's positions."""
     from kvant.measure.quality.evaluate import Extent
 
     longest = llm.planned.target.geometry.max_model_len
@@ -255,7 +255,7 @@ def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -
 
 
 def _print(found: dict[str, Any]) -> None:
-    """Tables of at most 80 columns."""
+    """Prints the results as tables of at most 80 columns."""
     from rich.console import Console
 
     console = Console()

@@ -1,4 +1,4 @@
-"""`kvant eval --long-reasoning` and `--tasks`: right answers by format, instead of distributions."""
+"""`kvant eval --long-reasoning` and `--tasks`: counts right answers by format, instead of distributions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvant.measure.quality.reasoning import Sampling
 
 TASK_TOKENS = 2048
-"""Tokens of a request of lm-eval, if the model's positions reach so far."""
+"""Most tokens of a request of lm-eval; fewer for a model with a shorter context."""
 
 
 def long_reasoning(
@@ -31,7 +31,10 @@ def long_reasoning(
     *,
     restart: bool,
 ) -> dict[str, Any]:
-    """Answer the problems of a file in the baseline's format and in `formats`; see `reasoning.report`."""
+    """Answers the problems of a file in the baseline and in `formats`. Returns `reasoning.report`.
+
+    count: the most problems, None for all. restart: discard parts of an interrupted run.
+    """
     from kvant.measure.own_engine import plan_storing
     from kvant.measure.quality.evaluate import run_parts
     from kvant.measure.quality.reasoning import Reasoning, read_problems, report
@@ -92,9 +95,9 @@ def tasks(
     dtype: str,
     device: str,
 ) -> dict[str, Any]:
-    """Run lm-eval's tasks against a server for each format, one after another. Returns scores by format.
+    """Runs lm-eval's tasks against a server for each format, one after another. Returns scores by format.
 
-    BadValue without lm-eval, or if it fails.
+    Raises BadValue if lm-eval is missing or fails.
     """
     from kvant.measure.own_engine import plan_storing
     from kvant.measure.quality.lm_eval import find_command, run_tasks

@@ -1,4 +1,4 @@
-"""What a format costs in quality on models that were measured, for `kvant plan`."""
+"""The measured loss of quality of formats on some models, for `kvant plan`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.parameters import QKNorm
 
 _MEASURED = Path(__file__).with_name("measured_kl.json")
-"""By geometry's fingerprint: mean KL divergence from the model's own dtype, in nats, and the share of equal
-most likely tokens. `formats` by format; `wide` by format, for numbers of wide rows.
+"""Measurements by the geometry's fingerprint: mean KL divergence from the model's own dtype, in nats, and
+the share of equal most likely tokens. `formats`: by format. `wide`: the same, for numbers of wide rows.
 """
 
 _WITHOUT_NORM = "36788259ad2578e9"
-"""The measured model without norms of queries and keys whose figures stand for others like it."""
+"""Fingerprint of a measured model without norms of queries and keys. It stands for others without them."""
 
 _FOUR_BITS = str(KVDtype.INT4_PER_TOKEN_HEAD)
 _FEW_BITS = 4
 
 
 def expected_kl(kv: KVPlan, geometry: ModelGeometry) -> str | None:
-    """One line about the plan's KL divergence; None for the model dtype in every layer."""
+    """Returns a line about the plan's KL divergence; None if every layer stores the model dtype."""
     wide = kv.compute_dtype.kv_dtype
     if list(kv.formats) in ([], [str(wide)]):
         return None
@@ -48,9 +48,9 @@ def expected_kl(kv: KVPlan, geometry: ModelGeometry) -> str | None:
 
 
 def risk(kv: KVPlan, geometry: ModelGeometry) -> str | None:
-    """A warning about keys of few bits in a model without norms of queries and keys, else None.
+    """Returns a warning about keys of few bits in a model without norms of queries and keys, else None.
 
-    Nothing is said about an unknown family.
+    Returns None for an unknown family.
     """
     narrow = {
         layer.k.dtype
@@ -82,7 +82,7 @@ def _measured() -> dict[str, Any]:
 
 
 def _nearest(measured: list[dict[str, Any]], kv: KVPlan) -> dict[str, Any] | None:
-    """The figures with most wide rows that the plan has too, of the longest context."""
+    """Returns the measurement with the most wide rows within the plan's, at the longest context, or None."""
     stored: set[WideRows | None] = {layer.wide for layer in kv.layers}
     rows = stored.pop()
     if stored or rows is None or not rows.k.dtype.format.is_native:
@@ -92,7 +92,7 @@ def _nearest(measured: list[dict[str, Any]], kv: KVPlan) -> dict[str, Any] | Non
 
 
 def _is_calibrated_fp8(kv: KVPlan) -> bool:
-    """Whether scales of the checkpoint are used; the measurements had none."""
+    """Returns whether the plan uses the checkpoint's scales, which the measurements did not."""
     return any(
         choice is not None
         and choice.scale.state is ScaleState.FOUND

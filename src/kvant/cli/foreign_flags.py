@@ -1,4 +1,4 @@
-"""Flags of `vllm serve` that `kvant serve` has not: each maps, has no effect, or is refused with a reason."""
+"""Flags of `vllm serve` that `kvant serve` lacks. Each is replaced, ignored or refused, with a reason."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvant.errors import BadValue, WayOut
 class Foreign:
     """One flag of another program.
 
-    takes_value: it is followed by a value. becomes: flags that replace it, before its value. convert:
-    the value as Kvant writes it. no_effect: why it changes nothing. refused: why it cannot be served;
-    neutral values pass. way_out: for a refusal.
+    takes_value: a value follows it. becomes: arguments that replace the flag, before its value. convert:
+    converts the value. no_effect: why it is ignored. refused: why it cannot be served. neutral: values that
+    are ignored instead of replaced or refused. way_out: of a refusal.
     """
 
     takes_value: bool = False
@@ -114,7 +114,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "limits of headers are --max-header-bytes and --max-header-count":
         "--h11-max-incomplete-event-size= --h11-max-header-count=",
 }  # fmt: skip
-"""Reasons, and the flags that change nothing for them. A flag with `=` takes a value."""
+"""Reason -> flags that are ignored for it. A flag with `=` takes a value."""
 
 _REFUSED: Mapping[str, tuple[str, WayOut | None]] = {
     "one process per device of one machine serves": (
@@ -212,7 +212,7 @@ _REFUSED: Mapping[str, tuple[str, WayOut | None]] = {
         None,
     ),
 }
-"""Reasons and ways out, and the flags that are refused for them."""
+"""Reason -> flags that are refused for it, and the way out."""
 
 
 def _listed(flags: str, **parts: object) -> dict[str, Foreign]:
@@ -231,7 +231,7 @@ def _object(flag: str, value: str) -> dict[str, Any]:
 
 
 def _offload(value: str) -> str:
-    """Host memory of vLLM's connector that offloads. Raises BadValue for connectors of other engines."""
+    """Converts the host memory of vLLM's OffloadingConnector. Raises BadValue for other connectors."""
     given = _object("--kv-transfer-config", value)
     extra = given.get("kv_connector_extra_config") or {}
     if given.get("kv_connector") != "OffloadingConnector" or "secondary_tiers" in extra:
@@ -250,7 +250,7 @@ def _offload(value: str) -> str:
 
 
 def _task(value: str) -> str:
-    """vLLM's runner or conversion as Kvant's task. Raises BadValue."""
+    """Converts vLLM's runner or conversion to Kvant's task. Raises BadValue."""
     tasks = {"generate": "generate", "pooling": "embed", "embed": "embed"}
     if value not in tasks:
         raise BadValue(
@@ -266,7 +266,7 @@ def _gibibytes(value: str) -> str:
 
 
 def _events(value: str) -> str:
-    """vLLM's JSON as Kvant's `ENDPOINT[,replay=..][,topic=..]`. Raises BadValue."""
+    """Converts vLLM's JSON to Kvant's `ENDPOINT[,replay=..][,topic=..]`. Raises BadValue."""
     given = _object("--kv-events-config", value)
     parts = [str(given.get("endpoint", "tcp://*:5557"))]
     parts += [f"replay={given['replay_endpoint']}"] if given.get("replay_endpoint") else []
@@ -386,7 +386,7 @@ SHORT: Mapping[str, str] = {
     "--spec-tokens": "--speculative-config.num_speculative_tokens",
     "--tensor-parallel": "--tensor-parallel-size",
 }  # fmt: skip
-"""vLLM's short flags."""
+"""vLLM's short flags and aliases -> their full names; a dot separates a JSON flag from a key."""
 
 _STORED = dict.fromkeys(
     ("ascend", "auto-round", "awq", "awq_marlin", "bitsandbytes", "compressed-tensors", "fp_quant", "gguf",
@@ -417,6 +417,6 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     },
     "--attention-backend": {**_KERNELS, "flashinfer": "flashinfer", "triton_attn": "triton"},
 }
-"""Flags that both programs have: values of the other one, in lower case, and what they are called here. An
-empty text leaves the flag out: the checkpoint says how its weights are stored.
+"""For flags that both programs have: the other program's values, in lower case, -> Kvant's values. An empty
+text leaves the flag out, because the checkpoint declares how its weights are stored.
 """

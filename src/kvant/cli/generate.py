@@ -1,4 +1,4 @@
-"""`kvant generate`: complete prompts in one batch. Answers go to stdout, everything else to stderr."""
+"""`kvant generate`: completes prompts in one batch. Answers go to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _form(
     choice: Sequence[str] | None,
     grammar: str | None,
 ) -> StructuredOutputs | None:
-    """Return the structured output that the flags ask for. BadValue if two are given or one is invalid."""
+    """Returns the structured output given by the flags, or None. Raises BadValue for two or a wrong one."""
     from kvant.sampling.structured_outputs import StructuredOutputs
 
     given = {
@@ -165,7 +165,7 @@ def _form(
 
 
 def _text(flag: str, given: str) -> str:
-    """Return the flag's value; read it from a file if it begins with @."""
+    """Returns the flag's value, read from a file if it begins with @. Raises BadValue."""
     if not given.startswith("@"):
         return given
     try:

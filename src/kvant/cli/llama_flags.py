@@ -1,4 +1,4 @@
-"""Command lines of llama-server in the flags of `kvant serve`."""
+"""Translates command lines of llama-server to the flags of `kvant serve`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvant.cli.foreign_flags import Foreign
 from kvant.errors import BadValue, WayOut
 
 _MODEL = "MODEL"
-"""What the model's flags become: the argument of `kvant serve`."""
+"""Replaces the model's flags: the model is an argument of `kvant serve`."""
 
 _IN_REQUESTS = WayOut("set it in requests, or in the model's generation_config.json")
 _BY_TEMPLATE = "the chat template tells how the model writes reasoning and tool calls"
@@ -211,18 +211,18 @@ KV_TYPES: Mapping[str, str] = {
     "q8_0": "int8_per_token_head",
     "q4_0": "int4_per_token_head",
 }
-"""ggml's types of the cache, and the formats of the same width here. Their arithmetic differs."""
+"""ggml's cache types -> Kvant's formats with as many bits. Their arithmetic differs."""
 
 
 def flags_of(one: Foreign) -> str:
-    """The names of a flag."""
+    """Returns all names of a flag of llama-server."""
     return next(flags.replace(" ", ", ") for flags, found in _TABLE if found is one)
 
 
 def translate_llama_server(words: Sequence[str]) -> Iterator[str | Foreign]:
-    """Yields arguments of `kvant serve`, and `Foreign`s whose notes are to be told.
+    """Yields arguments of `kvant serve`, and a `Foreign` for each flag that is ignored.
 
-    BadValue for a flag that is not known or cannot be served.
+    Raises BadValue for a flag that is unknown or cannot be served.
     """
     sides: dict[str, str] = {}
     rest = iter(words)
@@ -241,7 +241,7 @@ def translate_llama_server(words: Sequence[str]) -> Iterator[str | Foreign]:
         if one.takes_value and not has_value:
             value = next(rest, "")
             if flag in ("-fa", "--flash-attn") and value not in one.neutral:
-                waiting, value = [value], ""  # it may stand alone
+                waiting, value = [value], ""  # the flag may have no value: read the word again
         yield from _one(flag, value, one)
         if waiting and waiting[0]:
             yield from translate_llama_server([waiting.pop(), *rest])

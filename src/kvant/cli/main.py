@@ -1,4 +1,4 @@
-"""`kvant`: the commands, and the one place where errors become text and exit codes."""
+"""`kvant`: its commands, and the only place where errors become text and exit codes."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ _add_commands()
 
 
 def run(commands: typer.Typer | None = None) -> None:
-    """Run the command that `sys.argv` names, of `commands` or of `kvant`, and exit.
+    """Runs the command given by `sys.argv`, of `commands` or of `kvant`, and exits.
 
-    Exit codes: 0 done, also if the reader of a pipe has left; 2 an error that the user can correct, told
-    on stderr; 1 a bug of Kvant.
+    Exit codes: 0 for success, also if the reader of a pipe has left; 2 for an error that the user can
+    correct, which is printed on stderr; 1 for a bug of Kvant.
     """
     code: str | int | None = 0
     prepare_streams()

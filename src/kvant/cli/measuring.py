@@ -1,4 +1,4 @@
-"""What commands that measure a model share: options, the engine, and parts kept on disk."""
+"""Shared by commands that measure a model: options, loading the model, and results kept on disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Restart = Annotated[
 
 
 def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str = "auto") -> LLM:
-    """Load a model whose own pages are few: measurements build engines with pages of their own."""
+    """Loads a model with few pages, since measurements build engines with pages of their own."""
     from rich.console import Console
 
     from kvant.engine.llm import LLM
@@ -51,7 +51,7 @@ def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str 
 
 
 def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> Kept:
-    """Parts of an earlier run with the same inputs. restart: remove them first."""
+    """Returns the results that an interrupted run with equal inputs kept. restart: remove them first."""
     from kvant.measure.quality.kept import Kept
     from kvant.models.import_cache import cache_root
 
@@ -66,7 +66,7 @@ def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> 
 
 @contextmanager
 def progress(kept: Kept) -> Iterator[Told]:
-    """Show what is told of the work, and at the end which part was damaged."""
+    """Yields a function that shows progress. At the end, reports a damaged part of `kept`."""
     with work("measuring", "tokens") as tell:
         yield tell
     if kept.note:

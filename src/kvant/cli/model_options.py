@@ -1,4 +1,4 @@
-"""Sampling flags of the commands that run a model, and opening an engine for them."""
+"""Shared by commands that run a model: the sampling flags, and loading the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def sampling_parameters(without: Collection[str] = ()) -> list[inspect.Parameter]:
-    """The flags of sampling parameters, which follow from `SamplingParams`. None: not given."""
+    """Returns the flags of sampling parameters, from `SamplingParams`. Their default None means unset."""
     names = (name for name, param in PARAMS.items() if param.has_flag and name not in without)
     return [_parameter(name) for name in names]
 
@@ -44,9 +44,9 @@ def _parameter(name: str) -> inspect.Parameter:
 
 
 def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
-    """Plan and load a model. Choices and warnings of the plan go to `console`.
+    """Plans and loads a model. Prints choices and warnings of the plan to `console`.
 
-    num_requests: number of concurrent requests; no memory is reserved for more unless asked for.
+    num_requests: the most concurrent requests; memory is reserved for these only, unless options say more.
     """
     from kvant.cli.progress import bars
     from kvant.engine.build import build_engine
@@ -75,14 +75,14 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
 
 
 def sampling_from(said: Mapping[str, Any], otherwise: SamplingParams) -> SamplingParams:
-    """Returns `otherwise` with what the flags said. None and empty lists are flags that were not given."""
+    """Returns `otherwise` with the given flags' values. None or an empty list means not given."""
     with mendable():
         return replace(otherwise, **{k: v for k, v in said.items() if v is not None and v != []})
 
 
 @contextmanager
 def mendable() -> Iterator[None]:
-    """Turn a RequestError into a BadValue: the command line is at fault, exit code 2."""
+    """Turns a RequestError into a BadValue, since the command line is wrong (exit code 2)."""
     try:
         yield
     except RequestError as fault:

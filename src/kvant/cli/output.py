@@ -1,4 +1,4 @@
-"""What commands write: the format of stdout, tables, and files that are checked before a long run."""
+"""The output of commands: the format of stdout, tables, and files that are checked before a long run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="Format of the ou
 
 
 def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Typer callback: return `path`, or raise BadValue if no file can be written there."""
+    """Returns `path`, or raises BadValue if no file can be written there. A callback of typer."""
     if path is None:
         return None
     folder = path.absolute().parent
@@ -62,7 +62,7 @@ def write_json(path: Path, body: object) -> None:
 
 
 def write_result(body: object, output: Format, out: Path | None, show: Callable[[], None]) -> None:
-    """Write a measurement to the file `out` if one is given, and to stdout as JSON or by `show()`."""
+    """Writes a measurement to the file `out` if one is given, and to stdout as JSON or by `show()`."""
     if out is not None:
         write_json(out, body)
     if output is Format.JSON:
@@ -72,14 +72,14 @@ def write_result(body: object, output: Format, out: Path | None, show: Callable[
 
 
 def plain(console: Console, text: str, style: str | None = None, *, end: str = "\n") -> None:
-    """Print text of others as it is: no markup, no highlighting, no line breaks."""
+    """Prints text that may contain anything, unchanged: without markup, highlighting or line breaks."""
     console.print(
         text, style=style, end=end, markup=False, highlight=False, emoji=False, soft_wrap=True
     )
 
 
 def figure_table(name: str, figures: Sequence[str]) -> Table:
-    """A table without lines: a column of names and right-aligned columns of figures."""
+    """Returns a table without lines: a column of names and right-aligned columns of figures."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -1,4 +1,4 @@
-"""`kvant plan`: the format of every layer, its source, and what fits. Loads no weights."""
+"""`kvant plan`: shows the format of every layer, its source, and what fits. Loads no weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _DEVICES = {
 
 
 def device_from(text: str) -> DeviceFacts:
-    """The device to plan for, which need not be present."""
+    """Returns the device to plan for, which need not be present. Raises UnknownName."""
     if text == "cpu":
         return host_device("cpu")
     if text not in _DEVICES:
@@ -90,7 +90,7 @@ _PLAN_ONLY = ("--memory", "--device", "--format", "--plot")
 
 
 def _serve_arguments(argv: list[str]) -> list[str]:
-    """The arguments of `kvant plan` without the flags that only planning has, quoted for a shell."""
+    """Returns the arguments of `kvant plan` without its own flags, quoted for a shell."""
     kept: list[str] = []
     words = iter(argv[argv.index("plan") + 1 :] if "plan" in argv else [])
     for word in words:

@@ -1,4 +1,4 @@
-"""A plan as a picture: bytes per token of every layer, K below V, coloured by format."""
+"""Draws a plan: bytes per token of every layer, K below V, coloured by format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUFFIXES = (".svg", ".png")
 
 
 def picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
-    """Check the path, for typer. Raises BadValue or NotServable if `plot_plan` cannot write it."""
+    """Returns `path`, or raises BadValue or NotServable if `plot_plan` cannot write it. For typer."""
     if writable(option, path) is None or path is None:
         return None
     if path.suffix.lower() not in _SUFFIXES:
@@ -34,7 +34,7 @@ def picture(option: typer.CallbackParam, path: Path | None) -> Path | None:
 
 
 def plot_plan(plan: Plan, path: Path) -> None:
-    """Write an SVG or PNG. Needs the `plot` extra (matplotlib)."""
+    """Writes an SVG or PNG. Needs the `plot` extra (matplotlib)."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""A plan as text: grouped layers, a bar of the memory, and the model in every other format."""
+"""Prints a plan as text: grouped layers, a bar of the memory, and the effect of every other format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DESCRIBED_FROM = 100  # columns; a narrower terminal has room for numbers only
 
 
 def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> None:
-    """Print the whole plan. command: the arguments after `kvant plan`, for the commands that run it."""
+    """Prints the whole plan. command: the arguments after `kvant plan`, to print commands that run it."""
     kv = plan.target.kv
     console.print(
         Text.assemble(
@@ -55,7 +55,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
 
 
 def _print_forward(plan: Plan, console: Console) -> None:
-    """Which forward runs the model, and why each faster one does not."""
+    """Prints which forward runs the model, and why each faster one does not."""
     forward = plan.forward
     if forward.name is None:
         return
@@ -79,7 +79,7 @@ def _weights(plan: Plan) -> str:
 
 
 def print_layers(model: PlannedModel, console: Console) -> None:
-    """Print two lines per kind of layer: format and backend, then the source of the format and scales."""
+    """Prints two lines per kind of layer: format and backend, then the source of the format and scales."""
     rows: list[tuple[str, ...]] = []
     for row, layers in _grouped(model.kv.layers):
         total = sum(layer.bytes_per_token for layer in layers)
@@ -105,7 +105,7 @@ def print_layers(model: PlannedModel, console: Console) -> None:
 
 
 def _of_states(layers: Sequence[LayerSpec]) -> list[str]:
-    """What equal layers keep for each sequence, and who decided the format."""
+    """Returns lines about the states that equal layers keep for each sequence, and who chose the format."""
     return [
         f"{state.geometry.kind.value} state {' x '.join(map(str, state.geometry.shape))} in "
         f"{state.choice.dtype}, {len(layers) * state.bytes_per_sequence:,} B per sequence; "
@@ -136,7 +136,7 @@ def _indent(widths: Sequence[int]) -> str:
 
 
 def _grouped(layers: Sequence[LayerSpec]) -> list[tuple[tuple[str, ...], list[LayerSpec]]]:
-    """Layers with equal cells and equal reasons, grouped."""
+    """Groups layers with equal cells and equal reasons. Returns the cells and the layers of each group."""
     groups: dict[tuple[str, ...], list[LayerSpec]] = {}
     for layer in layers:
         reason = "" if layer.k is None else _reason(layer)
@@ -163,14 +163,14 @@ def _cells(layer: LayerSpec) -> tuple[str, str, str, str]:
 
 
 def _reason(layer: LayerSpec) -> str:
-    """The source of the format, and the state of scales if a side has them."""
+    """Returns the source of a layer's format, and the state of its scales if a side has any."""
     text = _both(layer, lambda choice: f"{choice.source.value}: {choice.because}")
     states = _both(layer, lambda choice: choice.scale.state.value)
     return text if states == ScaleState.NONE.value else f"{text}; scales {states}"
 
 
 def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
-    """One text if K and V agree, else one for each side."""
+    """Returns one text if K and V agree, else a text for each side."""
     assert layer.k is not None
     k = say(layer.k)
     if layer.v is None or say(layer.v) == k:
@@ -179,7 +179,7 @@ def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
 
 
 def _spans(indices: Iterable[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
+    """Returns ascending indices as ranges: 0, 1, 2, 5 becomes "0-2, 5"."""
     spans: list[list[int]] = []
     for index in indices:
         if spans and spans[-1][1] == index - 1:
@@ -190,7 +190,7 @@ def _spans(indices: Iterable[int]) -> str:
 
 
 def _print_division(plan: Plan, console: Console) -> None:
-    """What follows is one rank's memory: say so, and what every rank holds whole."""
+    """Prints that the following memory is one rank's, and what every rank holds whole."""
     division = plan.division
     if division is None:
         return
@@ -255,7 +255,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
 
 
 def _states_line(plan: Plan) -> str:
-    """What states take, and how many are kept for later sequences."""
+    """Returns a line about the bytes of states, and how many are kept for later sequences."""
     limits, each = plan.limits, plan.target.kv.bytes_per_sequence
     text = f"states, {each:,} bytes per sequence: one for each that runs"
     if limits.state_slots:
@@ -321,7 +321,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
 
 
 def _print_weights(plan: Plan, console: Console) -> None:
-    """Tokens that fit, by the format of weights and that of the KV cache."""
+    """Prints how many tokens fit, by the format of the weights and of the KV cache."""
     columns, rows = what_if_weights(plan)
     if not rows:
         return

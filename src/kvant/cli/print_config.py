@@ -1,4 +1,4 @@
-"""`--print-config`: a YAML file for --config, with the source of each value as a comment."""
+"""`--print-config`: writes a YAML file for --config, with the source of each value as a comment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvant.plan.settings import Given, Settings
 
 
 def config_lines(options: Iterable[Option], settings: Settings) -> list[str]:
-    """One line for each option. Secrets are counted in a comment, not shown."""
+    """Returns one line for each option. Secrets are only counted, in a comment."""
     shown = [
         (_entry(option, settings), _who(option, settings))
         for option in options
@@ -30,7 +30,7 @@ def _entry(option: Option, settings: Settings) -> str:
 
 
 def _yaml(value: Value | None) -> str:
-    """JSON is YAML."""
+    """Returns a value as JSON, which is also YAML; None as an empty text."""
     if value is None:
         return ""
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False)

@@ -1,5 +1,5 @@
-"""Progress of long work: a bar with the time left, or a spinner for a phase; plain lines or nothing if there
-is no terminal.
+"""Shows the progress of long work: a bar with the time left, or a spinner for a phase of unknown length.
+Without a terminal it prints plain lines or nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvant.models import local
 
 T = TypeVar("T")
 Told = Callable[[int, int], None]
-"""Called with what is done, and with all there is to do."""
+"""Called with the amount of work done, and the total amount."""
 
 
 @contextmanager
 def bars(console: Console) -> Iterator[local.Progress]:
-    """Yield a progress callback for `locate` and `LLM`: one bar for each task and one line for the phase
-    of the start, removed at the end.
+    """Yields a progress callback for `locate` and `LLM`. It shows one bar for each task and one line for the
+    phase of the start, which are removed at the end.
     """
     if not console.is_terminal:
         yield _lines(console)
@@ -62,10 +62,10 @@ def bars(console: Console) -> Iterator[local.Progress]:
 
 @contextmanager
 def work(task: str, unit: str = "") -> Iterator[Told]:
-    """Yield what is told of work in steps: one bar on stderr, removed at the end, with the time left. Nothing
-    is shown without a terminal. Lines that are printed meanwhile stand above the bar.
+    """Yields a function to report progress, shown as a bar on stderr with the time left. It is removed at the
+    end. Without a terminal nothing is shown. Lines printed meanwhile appear above the bar.
 
-    unit: of what is counted, such as "tokens". A new total begins a new stage.
+    unit: the unit of the work, such as "tokens". A new total begins a new stage.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -83,7 +83,7 @@ def work(task: str, unit: str = "") -> Iterator[Told]:
 
 
 def tracked(items: Iterable[T], total: int, task: str, unit: str = "") -> Iterator[T]:
-    """Yield each item, and count it once the caller is done with it, with a bar as of `work`.
+    """Yields each item, and counts it after the caller has handled it, with a bar of `work`.
 
     total: the most items there can be.
     """
@@ -100,7 +100,7 @@ def _bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:
 
 
 def _lines(console: Console) -> local.Progress:
-    """Phases go to stderr, so that the output of a command in a pipe has answers only."""
+    """Returns a callback that prints each task once. Phases go to stderr: a pipe gets only answers."""
     started: set[str] = set()
 
     def show(task: str, done: int, total: int, unit: str = "bytes") -> None:

@@ -1,4 +1,4 @@
-"""`kvant serve`: a model over HTTP with OpenAI's API. Flags use vLLM's names where vLLM has them."""
+"""`kvant serve`: serves a model over HTTP with OpenAI's API. Flags have vLLM's names where vLLM has them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def serve(settings: Settings) -> None:
     if replicas.ray:
         from kvant.cluster.serve import serve_replicas
 
-        engine_config(settings)  # what a replica would refuse is refused here
+        engine_config(settings)  # refuse settings here that every replica would refuse
         code = serve_replicas(settings, config, replicas, say=_say)
     else:
         code = run(settings.only((*ENGINE_OPTIONS, *EVENT_OPTIONS)), config, say=_say)
@@ -57,13 +57,13 @@ def serve(settings: Settings) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line to stdout. The server continues without a reader (`kvant serve M | grep -m 1 ready`)."""
+    """Prints a line to stdout. The server continues without a reader (`kvant serve M | grep -m 1 ready`)."""
     sys.stdout.write(line + "\n")
     flush_stdout()
 
 
 def _require_packages() -> None:
-    """Raise NotServable if a package is missing that only `serve` needs."""
+    """Raises NotServable if a package that only `serve` needs is missing."""
     import importlib.util
 
     names = ("starlette", "uvicorn", "msgspec", "zmq", "prometheus_client")

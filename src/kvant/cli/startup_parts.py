@@ -1,4 +1,4 @@
-"""Do what `kvant chat` does until its first token, in this process, and time each part.
+"""Times each part of a start: does what `kvant chat` does until its first token, in this process.
 
 python -m kvant.cli.startup_parts CREATED
 """
@@ -14,7 +14,7 @@ from kvant.measure.startup import QUESTION
 
 
 def note_parts(created: float) -> dict[str, float]:
-    """Seconds of each part of a start. created: the creation of this process, on `time.monotonic`."""
+    """Returns the seconds of each part of a start. created: `time.monotonic` at the process's creation."""
     marks = [("", created)]
 
     def mark(name: str) -> None:

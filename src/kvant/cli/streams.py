@@ -1,4 +1,4 @@
-"""Make stdout and stderr safe to write: closed streams, narrow encodings, pipes without a reader."""
+"""Makes stdout and stderr safe to write: closed streams, narrow encodings, pipes without a reader."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import sys
 
 
 def prepare_streams() -> None:
-    """Replace closed streams, and let stdout write any character.
+    """Replaces closed streams, and lets stdout write any character.
 
-    A stream that is closed at start (`>&-`) becomes the null device. A character that stdout's encoding
-    lacks becomes a question mark.
+    A stream that is closed at the start (`>&-`) is replaced by the null device. A character that stdout's
+    encoding lacks is written as a question mark.
     """
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
@@ -35,7 +35,7 @@ def reader_left(fault: BaseException | None) -> bool:
 
 
 def flush_stdout() -> None:
-    """Flush stdout. If its reader has left, redirect it to the null device."""
+    """Flushes stdout. If its reader has left, redirects it to the null device."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""`kvant tune`: find a KV format for each layer and side under a budget, and write a policy file."""
+"""`kvant tune`: finds a KV format for each layer and side under a budget, and writes a policy file."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def tune(
 
 
 def _budget(budget: str | None, max_kl: float | None) -> float | None:
-    """Bits per value; None for --max-kl. BadValue unless exactly one of the two is given."""
+    """Returns the bits per value, None with --max-kl. Raises BadValue unless exactly one flag is given."""
     if (budget is None) is (max_kl is None):
         raise BadValue(
             "kvant tune takes one of --budget and --max-kl",
@@ -142,7 +142,7 @@ def _budget(budget: str | None, max_kl: float | None) -> float | None:
 
 
 def _formats(names: Sequence[str] | None) -> list[KVDtype]:
-    """The storage formats of a list of names; a pair gives both of its halves."""
+    """Returns the storage formats of a list of names. A pair K/V gives both formats."""
     from kvant.kv.dtype import KVDtype
     from kvant.kv.names import parse_format
 

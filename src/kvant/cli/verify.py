@@ -1,4 +1,4 @@
-"""`kvant verify`: compare every backend and format on this device with a float64 definition."""
+"""`kvant verify`: compares every backend and format on this device with a float64 definition."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def verify(
 def _verify_weights(
     facts: DeviceFacts, compute: ComputeDtype, format: Format, record: Path | None
 ) -> None:
-    """Print and record the errors of products with narrow weights. Exits with 1 if one is wrong."""
+    """Prints and records the errors of products with narrow weights. Exits with 1 if one is wrong."""
     import json
 
     import torch

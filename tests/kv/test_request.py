@@ -15,6 +15,8 @@ from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.names import FormatRequest, known_names, parse_format
 from kvant.kv.policy import read_policy
 from kvant.kv.request import parse_rule, parse_selectors, parse_skips
+from kvant.kv.wide import SINK_TOKENS
+from kvant.plan.config import LLMOptions, config_of
 
 
 def layer(index: int, kind: Attention = Attention.FULL) -> LayerGeometry:
@@ -106,7 +108,9 @@ def test_the_draft_prefix_addresses_the_drafter() -> None:
 @pytest.mark.parametrize(
     "text",
     ["[1]", "rules: 3", "unknown: 1", "rules: [{layers: 0}]", "rules: [{0: fp8, 1: fp8}]", "a: [",
-     "rules: ['draft:0:fp8']", "kv_cache_dtype: fp9", "skip_layers: 0", "draft: {draft: {}}"],
+     "rules: ['draft:0:fp8']", "kv_cache_dtype: fp9", "skip_layers: 0", "draft: {draft: {}}",
+     "recent_tokens: many", "recent_tokens: -1", "sink_tokens: 4", "recent_tokens: 0\nsink_tokens: 4",
+     "draft: {recent_tokens: 64}", "{recent_tokens: 64, recent_dtype: fp9}"],
 )  # fmt: skip
 def test_malformed_policies_are_refused_with_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "policy.yaml"
@@ -118,6 +122,22 @@ def test_malformed_policies_are_refused_with_the_file(tmp_path: Path, text: str)
 def test_a_missing_policy_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match=r"gone\.yaml"):
         read_policy(tmp_path / "gone.yaml")
+
+
+def test_a_policy_asks_for_wide_rows_and_the_option_decides(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("rules: [{1: int4_per_token_head}]\nrecent_tokens: 64\nrecent_dtype: bf16\n")
+    wide = read_policy(path).target.wide
+    assert wide is not None
+    assert (wide.sink, wide.recent, wide.format.k) == (SINK_TOKENS, 64, KVDtype.BFLOAT16)
+    assert "policy.yaml: recent_tokens" in wide.asked_by
+
+    def recent(tokens: int | None) -> int | None:
+        options: LLMOptions = {"kv_cache_policy": path, "kv_recent_tokens": tokens}
+        asked = config_of("tiny", options).plan.requests.target.wide
+        return None if asked is None else asked.recent
+
+    assert (recent(None), recent(32), recent(0)) == (64, 32, None)
 
 
 def test_a_policy_speaks_to_target_and_draft(tmp_path: Path) -> None:

@@ -67,6 +67,32 @@ def tune(
             help="Format to choose from; may be repeated. Default: all that this machine serves.",
         ),
     ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--beside",
+            metavar="F",
+            help="Uniform format to verify beside the policy; may be repeated. Default: all.",
+        ),
+    ] = None,
+    recent: Annotated[
+        int,
+        typer.Option("--kv-recent-tokens", min=0, help="Last tokens that are stored wide too."),
+    ] = 0,
+    sink: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-sink-tokens",
+            min=0,
+            help="First tokens likewise. Default: 16 with --kv-recent-tokens.",
+        ),
+    ] = None,
+    recent_format: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-recent-dtype", metavar="F", help="Format of these rows. Default: the model dtype."
+        ),
+    ] = None,
     context: Annotated[int, typer.Option("--context", min=64, help="Tokens of a window.")] = 512,
     tokens: Annotated[
         int, typer.Option("--tokens", min=64, help="Tokens to measure each choice on.")
@@ -74,6 +100,15 @@ def tune(
     verify_tokens: Annotated[
         int, typer.Option("--verify-tokens", min=64, help="Tokens of held-out text.")
     ] = 4096,
+    verify_context: Annotated[
+        int | None,
+        typer.Option(
+            "--verify-context",
+            min=64,
+            help="Tokens of a window of held-out text, and of the sequence whose wide rows are counted. "
+            "Default: --context.",
+        ),
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     restart: Restart = False,
@@ -90,6 +125,8 @@ def tune(
 
     bits = _budget(budget, max_kl)
     wait_without_spinning()  # before torch is imported
+    from kvant.kv.names import parse_format
+    from kvant.kv.wide import ask_wide
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.kept import model_files
     from kvant.measure.quality.texts import read_text
@@ -97,18 +134,23 @@ def tune(
     from kvant.measure.tuning.tune import Tuner, divide_text
 
     candidates = _formats(formats)
+    uniform = [parse_format(name, asked_by="--beside") for name in beside or ()]
+    stored = parse_format(recent_format, asked_by="--kv-recent-dtype") if recent_format else None
+    rows = ask_wide(sink, recent, stored, asked_by=f"--kv-recent-tokens {recent}")
     llm = measured_llm(model, dtype, device)
-    lesson = divide_text(read_text(text, llm), llm, context, tokens, verify_tokens)
+    read = read_text(text, llm)
+    lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)
     inputs = {
         "tune": 1,
         "files": model_files(llm.model_path),
         "plan": llm.plan.fingerprint,
         "formats": [str(dtype) for dtype in candidates],
         "windows": [lesson.measured.tolist(), lesson.held_out.tolist()],
+        **({} if rows is None else {"rows": [rows.sink, rows.recent, str(rows.format)]}),
     }
     kept = kept_parts("tune", inputs, restart=restart)
     with progress(kept) as told:
-        tuner = Tuner(llm, lesson, candidates, kept, told)
+        tuner = Tuner(llm, lesson, candidates, kept, told, uniform, rows)
         tuned = (
             tuner.for_kl(max_kl)
             if bits is None and max_kl is not None
@@ -198,6 +240,8 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
         f"[dim]{body['model']} on {tuned.policy.figures.positions:,} positions that were held out; uniform "
         "formats without their wide ends; KL in nats[/]"
     )
+    if tuned.rows is not None:
+        console.print(f"[dim]bytes are those of a sequence of {tuned.length:,} tokens[/]")
     if best is not None and best.figures.kld_mean > 0:
         share = tuned.policy.figures.kld_mean / best.figures.kld_mean
         console.print(f"{share:.2f} times the KL divergence of {best.name}, with no more bytes")

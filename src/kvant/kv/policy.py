@@ -5,6 +5,7 @@ skip_layers: [sliding_window, -1]      # optional
 rules:                                 # optional; the closest selector wins, order does not matter
   - 0-3: bf16
   - {layers: "re:.*global.*", k: nvfp4, v: model}
+recent_tokens: 128                     # optional, with sink_tokens and recent_dtype: rows that are wide too
 draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
 model: {name: smollm2, fingerprint: 0123456789abcdef}   # optional; other models are refused
 """
@@ -30,8 +31,10 @@ from kvant.kv.request import (
     parse_selectors,
     rules_for,
 )
+from kvant.kv.wide import ask_wide
 
 _KEYS = ("kv_cache_dtype", "skip_layers", "rules")
+_WIDE_KEYS = ("recent_tokens", "sink_tokens", "recent_dtype")
 
 
 def read_policy(path: Path) -> Requests:
@@ -44,7 +47,8 @@ def read_policy(path: Path) -> Requests:
         raise BadValue(f"--kv-cache-policy {path}: is no YAML", why=str(fault)) from None
     body = dict(_mapping(document, str(path)))
     draft, made_for = body.pop("draft", {}), body.pop("model", None)
-    target = _section(body, str(path))
+    wide = {key: body.pop(key) for key in _WIDE_KEYS if key in body}
+    target = _with_wide_rows(_section(body, str(path)), wide, str(path))
     if made_for is not None:
         target = replace(target, made_for=(_made_for(made_for, f"{path}: model"),))
     return Requests(target, _section(draft, f"{path}: draft"))
@@ -56,6 +60,20 @@ def _made_for(body: object, where: str) -> MadeFor:
     if set(said) != {"name", "fingerprint"} or not isinstance(fingerprint, str):
         raise BadValue(f"{where}: {body!r}", why="keys are name and fingerprint, which is text")
     return MadeFor(str(name), fingerprint, where)
+
+
+def _with_wide_rows(request: KVRequest, body: Mapping[str, Any], where: str) -> KVRequest:
+    """The request with the rows that are stored wide too; they are those of the target alone."""
+    if not body:
+        return request
+    for key in ("recent_tokens", "sink_tokens"):
+        number = body.get(key, 0)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise BadValue(f"{where}: {key} {number!r}", why="it is a number of tokens")
+    stored, by = body.get("recent_dtype"), f"{where}: {', '.join(body)}"
+    format_ = None if stored is None else parse_format(str(stored), asked_by=by)
+    wide = ask_wide(body.get("sink_tokens"), body.get("recent_tokens"), format_, asked_by=by)
+    return replace(request, wide=wide)
 
 
 def _section(body: object, where: str) -> KVRequest:

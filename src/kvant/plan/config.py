@@ -72,8 +72,9 @@ class PlanOptions:
         metavar="L,..:F",
     )
     kv_cache_policy: str | None = _kv(
-        None, "YAML file with kv_cache_dtype, skip_layers and rules.", metavar="FILE", unset="none"
-    )
+        None, "YAML file with kv_cache_dtype, skip_layers, rules and recent_tokens.", metavar="FILE",
+        unset="none",
+    )  # fmt: skip
     state_dtype: str | None = _kv(
         None,
         "Format of recurrent states (linear attention, Mamba): float32, bfloat16, fp8_per_token_head or "
@@ -409,8 +410,12 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
         found = found.merged(parse_skips(text, asked_by=by))
     for text, by in _items(settings, "kv_cache_rules"):
         found = found.merged(parse_rule(text, asked_by=by))
-    policy = options.kv_cache_policy
-    return found if policy is None else found.merged(read_policy(Path(policy)))
+    if options.kv_cache_policy is None:
+        return found
+    policy = read_policy(Path(options.kv_cache_policy))
+    if settings.get("kv_recent_tokens") is not None:  # the option decides, also where it is 0
+        policy = replace(policy, target=replace(policy.target, wide=None))
+    return found.merged(policy)
 
 
 def _asked(given: Given) -> Asked:

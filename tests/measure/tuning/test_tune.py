@@ -14,8 +14,10 @@ from kvant.engine.llm import LLM
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
+from kvant.kv.names import FormatRequest
 from kvant.kv.policy import read_policy
 from kvant.kv.request import check_request
+from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from kvant.measure.tuning.policy_file import policy_text, report
@@ -98,6 +100,43 @@ def test_a_policy_of_mixed_formats_beats_the_uniform_one(tuner: Tuner, tmp_path:
     assert {entry["quant_algo"] for entry in modelopt.values()} <= {
         "FP8", "NVFP4", "FP8_K_NVFP4_V",
     }  # fmt: skip
+
+
+def test_wide_rows_are_measured_counted_and_written(tuner: Tuner, tmp_path: Path) -> None:
+    rows = ask_wide(16, 16, None, asked_by="--kv-recent-tokens 16")
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 64, 64, 256, 256)
+    assert lesson.held_out.shape == (1, 256)
+    beside = [FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)]
+    wide = Tuner(tuner.llm, lesson, FORMATS, Kept(tmp_path, {"rows": 16}), tuner.told, beside, rows)
+    found = wide.for_bits(16.0)
+    assert found.plan.has_wide_rows
+    narrow = found.plan.bytes_per_token
+    assert narrow == found.chosen.bytes < found.policy.bytes_per_token
+    assert found.policy.bits <= 16.0
+    alone, with_rows = found.uniform
+    assert (alone.name, with_rows.name) == (
+        "int4_per_token_head", "int4_per_token_head, wide rows"
+    )  # fmt: skip
+    assert (
+        with_rows.bytes_per_token - alone.bytes_per_token == found.policy.bytes_per_token - narrow
+    )
+    assert with_rows.figures.kld_mean < alone.figures.kld_mean
+
+    geometry = tuner.llm.planned.target.geometry
+    path = tmp_path / "policy.yaml"
+    path.write_text(policy_text(found, geometry, "tiny", "kvant tune"))
+    loaded = LLM(
+        tuner.llm.model_path, dtype="float32", kv_cache_memory="1MiB", kv_cache_policy=path
+    )
+    assert loaded.plan.fingerprint == found.plan.fingerprint
+    body = report(found, geometry, "tiny")
+    assert body["tokens"] == 256
+    assert body["wide_rows"] == {"recent": 16, "sink": 16, "format": "model"}
+    with pytest.raises(BadValue, match="the narrowest policy has") as caught:
+        wide.for_bits(16 * narrow / found.plan.bytes_per_token_16bit / 2)
+    assert wide.for_bits(float(caught.value.ways_out[0].arguments[1].removesuffix("bits")))
 
 
 def test_a_policy_for_another_model_is_refused(tuner: Tuner, tmp_path: Path) -> None:

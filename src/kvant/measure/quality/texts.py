@@ -95,14 +95,16 @@ def check_length(text: Text, contexts: Sequence[int], tokens: int) -> None:
         )
 
 
-def windows(text: Text, llm: LLM, context: int, tokens: int) -> Tensor:
+def windows(text: Text, llm: LLM, context: int, tokens: int, begin: int = 0) -> Tensor:
     """Windows of the text one behind the other, [num_windows, context], int64.
 
-    A tokenizer that begins texts with a token of its own has it at the begin of each window, as in llama.cpp.
+    begin: the place in the text where the first window begins. A tokenizer that begins texts with a token of
+    its own has it at the begin of each window, as in llama.cpp.
     """
     wanted = num_windows(context, tokens)
-    count = min(wanted, len(text.token_ids) // context)
-    found = torch.tensor(text.token_ids[: count * context]).view(count, context)
+    token_ids = text.token_ids[begin:]
+    count = min(wanted, len(token_ids) // context)
+    found = torch.tensor(token_ids[: count * context]).view(count, context)
     tokenizing = llm.tokenizing
     assert tokenizing is not None
     bos = tokenizing.tokenizer.bos_token_id

@@ -11,6 +11,7 @@ from typing import Any
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
+from kvant.kv.request import AskedWide
 from kvant.measure.tuning.search import Option
 from kvant.measure.tuning.tune import Tuned, Verified
 
@@ -28,14 +29,20 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
     )
     if best is not None:
         said += f" ({best.name} in every layer: {best.figures.kld_mean:.3g})"
+    rows, length = tuned.rows, tuned.length
+    if rows is not None:
+        said += f". Bits are those of {length:,} tokens, with wide rows"
     lines = [f"# {line}" for line in textwrap.wrap(said + ".", 110, break_on_hyphens=False)]
     lines += [
         "# After a rule: what each format adds to the KL divergence in that layer and side alone.",
         "model:",
         f"  name: {model}",
         f'  fingerprint: "{geometry.fingerprint}"',
-        "rules:",
     ]
+    if rows is not None:
+        lines += [f"recent_tokens: {rows.recent}", f"sink_tokens: {rows.sink}"]
+        lines += [f"recent_dtype: {rows.format}"]
+    lines += ["rules:"]
     for index in sorted({place[0] for place in tuned.chosen.chosen}):
         k, v = (name_of(tuned, index, side) for side in Side)
         why = "; ".join(f"{s.value.upper()}: {explain(tuned.options[index, s])}" for s in Side)
@@ -56,7 +63,10 @@ def explain(options: Sequence[Option]) -> str:
 
 
 def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
-    """Schema 1 of `kvant tune --format json`, without facts of the machine."""
+    """Schema 1 of `kvant tune --format json`, without facts of the machine.
+
+    tokens: of a held-out window, the length of the sequence whose bytes count.
+    """
     best = tuned.best_uniform
     layers = []
     for index in sorted({place[0] for place in tuned.chosen.chosen}):
@@ -71,12 +81,20 @@ def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
         "schema": SCHEMA,
         "model": model,
         "fingerprint": geometry.fingerprint,
+        "tokens": tuned.length,
+        "wide_rows": _rows(tuned.rows),
         "policy": _entry(tuned.policy),
         "uniform": {one.name: _entry(one) for one in tuned.uniform},
         "best_uniform": None if best is None else best.name,
         "layers": layers,
         "other_engines": other_engines(tuned, geometry),
     }
+
+
+def _rows(rows: AskedWide | None) -> dict[str, Any] | None:
+    if rows is None:
+        return None
+    return {"recent": rows.recent, "sink": rows.sink, "format": str(rows.format)}
 
 
 def _entry(one: Verified) -> dict[str, Any]:

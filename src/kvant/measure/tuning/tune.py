@@ -5,6 +5,8 @@
     3  the search (`search.py`), over the figures of 2 scaled so that their sums are those of 1
     4  the found policy and the best uniform formats on text that no step before has read
 
+With wide rows (`kvant.kv.wide`), every plan of these steps stores them, and budgets count their pages.
+
 Parts of 1, 2 and 4 are kept on disk when they are done (`kvant.measure.quality.kept`).
 """
 
@@ -24,8 +26,9 @@ from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
+from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.names import FormatRequest, whole_formats
-from kvant.kv.request import Asked, KVRequest, rules_for
+from kvant.kv.request import Asked, AskedWide, KVRequest, rules_for
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, comparison, run_parts, unpack
@@ -61,23 +64,41 @@ class Lesson:
     held_out: Tensor
 
 
-def divide_text(text: Text, llm: LLM, context: int, measured: int, held_out: int) -> Lesson:
-    """Windows of a text, in this order. BadValue, saying how much is needed, for too short a text."""
-    need = (-(-measured // context), -(-held_out // context))
-    if len(text.token_ids) < sum(need) * context:
+def divide_text(
+    text: Text,
+    llm: LLM,
+    context: int,
+    measured: int,
+    held_out: int,
+    verify_context: int | None = None,
+) -> Lesson:
+    """Windows of a text, in this order. BadValue, saying how much is needed, for too short a text.
+
+    context: tokens of a measured window. verify_context: of a held-out one, None for the same.
+    """
+    last = verify_context or context
+    first = -(-measured // context) * context
+    rest = -(-held_out // last) * last
+    if len(text.token_ids) < first + rest:
+        sizes = context if last == context else f"{context} and {last}"
         raise BadValue(
             f"the text {text.name} is too short to tune on",
-            why=f"it has {len(text.token_ids)} tokens; {sum(need) * context} are needed: {measured} to "
-            f"measure and {held_out} to verify, in windows of {context}",
+            why=f"it has {len(text.token_ids)} tokens; {first + rest} are needed: {measured} to "
+            f"measure and {held_out} to verify, in windows of {sizes}",
             ways_out=(WayOut("give a longer text", ("--text", "FILE")),),
         )
-    cut = windows(text, llm, context, sum(need) * context)
-    return Lesson(cut[: need[0]], cut[need[0] : sum(need)])
+    return Lesson(
+        windows(text, llm, context, first)[: first // context],
+        windows(text, llm, last, rest, begin=first)[: rest // last],
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A policy or a uniform format on held-out text. predicted: by the search, None for uniform formats."""
+    """A policy or a uniform format on held-out text. predicted: by the search, None for uniform formats.
+
+    bytes_per_token: of a sequence as long as a held-out window, which wide rows depend on.
+    """
 
     name: str
     bytes_per_token: int
@@ -88,13 +109,18 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """options: of every place, with measured costs. chosen: the policy; policy, uniform: on held-out text."""
+    """options: of every place, with measured costs. chosen: the policy; policy, uniform: on held-out text.
+
+    length: tokens of the sequence whose bytes count. rows: what the policy stores wide too.
+    """
 
     options: Mapping[Place, Sequence[Option]]
     chosen: Assignment
     plan: KVPlan
     policy: Verified
     uniform: tuple[Verified, ...]
+    length: int
+    rows: AskedWide | None = None
 
     @property
     def best_uniform(self) -> Verified | None:
@@ -105,17 +131,27 @@ class Tuned:
 
 @dataclass
 class Tuner:
-    """llm: the model; its plan stores the model dtype. formats: candidates; empty for all."""
+    """llm: the model; its plan stores the model dtype. formats: candidates; empty for all.
+
+    beside: uniform formats to verify; empty for all. rows: what every plan stores wide too; uniform formats
+    are verified with and without.
+    """
 
     llm: LLM
     lesson: Lesson
     formats: Sequence[KVDtype]
     kept: Kept
     told: Told2
+    beside: Sequence[FormatRequest] = ()
+    rows: AskedWide | None = None
 
     @property
     def wide(self) -> KVPlan:
         return plan_storing(self.llm, FormatRequest(Follow.MODEL, Follow.MODEL))
+
+    def stored_bytes(self, plan: KVPlan) -> int:
+        """Bytes per token of a sequence as long as a held-out window, wide rows included."""
+        return round(bytes_per_token_at(plan, self.lesson.held_out.shape[1]))
 
     def places(self) -> list[Place]:
         """Every side that is stored. BadValue for MLA, whose one latent this does not tune yet."""
@@ -138,18 +174,17 @@ class Tuner:
         """
         options = self.options()
         whole = self.wide.bytes_per_token_16bit
-        found = best_within(options, int(bits / 16 * whole))
+        least = fewest_bytes(options)
+        narrow = self._plan_of(least)
+        rows = self.stored_bytes(narrow) - narrow.bytes_per_token  # no policy has more
+        found = best_within(options, int(bits / 16 * whole) - rows)
         if found is None:
-            least = fewest_bytes(options)
+            fewest = 16 * (least.bytes + rows) / whole
             raise BadValue(
                 f"--budget {bits:g}bits cannot be met",
-                why=f"the narrowest policy has {16 * least.bytes / whole:.2f} bits per value, "
+                why=f"the narrowest policy has {fewest:.2f} bits per value, "
                 f"at a KL divergence of about {least.kl:.3g}",
-                ways_out=(
-                    WayOut(
-                        "take the narrowest", ("--budget", f"{_up(16 * least.bytes / whole)}bits")
-                    ),
-                ),
+                ways_out=(WayOut("take the narrowest", ("--budget", f"{_up(fewest)}bits")),),
             )
         return self.beside_uniform(self._verified(options, found))
 
@@ -275,19 +310,24 @@ class Tuner:
 
     def _verified(self, options: Mapping[Place, Sequence[Option]], chosen: Assignment) -> Tuned:
         """The policy on held-out text, without uniform formats beside it yet."""
-        plan = self.plan_of({place: option.dtype for place, option in chosen.chosen.items()})
+        plan = self._plan_of(chosen)
         assert plan.bytes_per_token == chosen.bytes, "the search counts what the plan stores"
         (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": plan})
-        return Tuned(options, chosen, plan, replace(policy, predicted=chosen.kl), ())
+        policy = replace(policy, predicted=chosen.kl)
+        length = self.lesson.held_out.shape[1]
+        return Tuned(options, chosen, plan, policy, (), length, self.rows)
 
     def beside_uniform(self, tuned: Tuned) -> Tuned:
         """With the uniform formats of up to twice the policy's bytes on the same text."""
         plans = {}
-        for one in whole_formats():
-            with contextlib.suppress(ConfigError):
-                plan = plan_of_uniform(self.llm, one)
-                if plan.bytes_per_token <= 2 * tuned.plan.bytes_per_token:
-                    plans[str(one)] = plan
+        most = 2 * tuned.policy.bytes_per_token
+        for one in self.beside or whole_formats():
+            ways = {str(one): None, **({f"{one}, wide rows": self.rows} if self.rows else {})}
+            for name, rows in ways.items():
+                with contextlib.suppress(ConfigError):
+                    plan = plan_of_uniform(self.llm, one, rows)
+                    if self.stored_bytes(plan) <= most:
+                        plans[name] = plan
         if not plans:
             return tuned
         digest = hashlib.sha256(" ".join(plans).encode()).hexdigest()[:12]
@@ -299,26 +339,29 @@ class Tuner:
         return [
             Verified(
                 name,
-                plan.bytes_per_token,
-                16 * plan.bytes_per_token / plan.bytes_per_token_16bit,
+                self.stored_bytes(plan),
+                16 * self.stored_bytes(plan) / plan.bytes_per_token_16bit,
                 statistics_of(join([batch[name].prefill for batch in batches])),
             )
             for name, plan in plans.items()
         ]
 
+    def _plan_of(self, chosen: Assignment) -> KVPlan:
+        return self.plan_of({place: option.dtype for place, option in chosen.chosen.items()})
+
     def plan_of(self, layers: Layers) -> KVPlan:
         """The plan that stores these formats in these places, and the model dtype elsewhere."""
         asked = Asked(FormatRequest(Follow.MODEL, Follow.MODEL), "kvant tune")
-        request = KVRequest(explicit=(asked,), format_defaults=False)
+        request = KVRequest(explicit=(asked,), format_defaults=False, wide=self.rows)
         for (index, side), dtype in layers.items():
             sides = (dtype, None) if side is Side.K else (None, dtype)
             request = request.merged(rules_for(str(index), *sides, asked_by="kvant tune"))
         return resolve_again(self.llm.planned, request)
 
 
-def plan_of_uniform(llm: LLM, one: FormatRequest) -> KVPlan:
-    """Every layer in one format, without the wide ends that some formats have."""
-    request = KVRequest(explicit=(Asked(one, "kvant tune"),), format_defaults=False)
+def plan_of_uniform(llm: LLM, one: FormatRequest, rows: AskedWide | None = None) -> KVPlan:
+    """Every layer in one format, without the wide ends that some formats have. rows: stored wide too."""
+    request = KVRequest(explicit=(Asked(one, "kvant tune"),), format_defaults=False, wide=rows)
     return resolve_again(llm.planned, request)
 
 

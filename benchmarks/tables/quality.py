@@ -117,9 +117,13 @@ def head_sizes(data: Any) -> Cells:
 @table("tune", "smollm2-tune.json")
 @table("tune-short", "smollm2-tune-short.json")
 def tuned(data: Any) -> Cells:
-    lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]
     named = {f"policy, --budget {name}bits": one for name, one in data["policies"].items()}
-    named |= data["uniform"]
+    return _tuned_rows(named | data["uniform"])
+
+
+def _tuned_rows(named: dict[str, Any]) -> Cells:
+    """By bytes. named: entries of `kvant tune --format json`."""
+    lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]
     for name, one in sorted(named.items(), key=lambda item: item[1]["bytes_per_token"]):
         figures = (one["kld_mean"], one["kld_mean_error"])
         same = percent(one["same_top"], digits=1)
@@ -128,6 +132,14 @@ def tuned(data: Any) -> Cells:
              *(f"{x:.5f}" for x in figures), same]
         )  # fmt: skip
     return lines
+
+
+@table("tune-max-kl", "smollm2-tune-max-kl.json")
+def tuned_for_kl(data: Any) -> Cells:
+    uniform = data["uniform"]
+    names = ("turboquant_k8/turboquant_v4", "fp8_e4m3", "fp8_per_token_head", "int8_per_token_head")
+    named = {"policy, --max-kl 0.0091": data["policy"], **{name: uniform[name] for name in names}}
+    return _tuned_rows(named)
 
 
 @table("tune-calibrated", "smollm2-tune-calibrated.json", "smollm2-tune.json")
@@ -144,6 +156,25 @@ def tuned_calibrated(data: Any, plain: Any) -> Cells:
         figures = (one["kld_mean"], one["kld_mean_error"], one["kld_p99"])
         same = percent(one["same_top"], digits=1)
         lines.append([name, f"{one['bits']:.2f}", *(f"{x:.5f}" for x in figures), same])
+    return lines
+
+
+@table("llama-cpp-kl", "llama-cpp-kl.json")
+def as_llama_cpp(data: Any) -> Cells:
+    lines = [["cache type", "figures of", "mean KL", "its standard error", "median", "99 %", "99.9 %",
+              "maximum", "same top token", "PPL ratio"]]  # fmt: skip
+    who = {"llama_cpp": "llama.cpp", "kvant": "Kvant"}
+    for r in data["rows"]:
+        for key, name in who.items():
+            one = r[key]
+            figures = (
+                one[f"kld_{part}"]
+                for part in ("mean", "mean_error", "median", "p99", "p999", "max")
+            )
+            lines.append(
+                [r["cache_type"], name, *(f"{x:.6f}" for x in figures),
+                 percent(one["same_top"], digits=3), f"{one['ppl_ratio']:.6f}"]
+            )  # fmt: skip
     return lines
 
 

@@ -17,7 +17,7 @@ from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Norm
-from kvant.models.fused.linear import DenseLinear, Linear, NarrowProduct
+from kvant.models.fused.linear import Apart, DenseLinear, Linear, NarrowProduct
 from kvant.models.fused.recipe import Activation, NormKind
 from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.recurrent.hook import run_framed
@@ -169,6 +169,8 @@ class OneRow:
 
     def normed(self, stream: Stream, linear: Linear, gate: Activation | None = None) -> Tensor:
         """`FewRows.normed`."""
+        if isinstance(linear, Apart):
+            return self._beside_each_other(stream, linear)
         if not isinstance(linear, NarrowProduct):
             return self._few.normed(stream, *numbers(linear), gate=gate)
         kind = Kind(
@@ -181,6 +183,18 @@ class OneRow:
         beside = Beside(norm_weight=stream.norm_weight, eps=self._eps)
         return _one_row(stream.residual, linear, kind, beside)
 
+    def _beside_each_other(self, stream: Stream, linear: Apart) -> Tensor:
+        """Products of one row by weights of different formats, each into its columns of the result."""
+        out = stream.residual.new_empty(1, linear.rows)
+        kind = Kind(one=True, norm=True, plus=self._plus)
+        beside = Beside(norm_weight=stream.norm_weight, eps=self._eps)
+        start = 0
+        for part in linear.parts:
+            assert isinstance(part, NarrowProduct)
+            _one_row(stream.residual, part, kind, beside, out[:, start : start + part.rows])
+            start += part.rows
+        return out
+
     def added(self, x: Tensor, linear: Linear, stream: Stream, norm_weight: Tensor) -> Stream:
         """`FewRows.added`."""
         if not isinstance(linear, NarrowProduct):
@@ -191,13 +205,18 @@ class OneRow:
 
 def _begin(linear: Linear, one: Kind | None, act: Act | None = None) -> None:
     """Compile kernels of a narrow weight. one: what surrounds the product of a single row."""
+    if isinstance(linear, Apart):
+        for part in linear.parts:
+            _begin(part, one, act)
     if isinstance(linear, NarrowProduct):
         begin(linear.weight, torch.bfloat16, bias=linear.bias is not None, act=act, one=one)
 
 
-def _one_row(x: Tensor, linear: NarrowProduct, kind: Kind, beside: Beside) -> Tensor:
+def _one_row(
+    x: Tensor, linear: NarrowProduct, kind: Kind, beside: Beside, out: Tensor | None = None
+) -> Tensor:
     cut = warps_of_one(linear.weight.format, linear.columns, linear.rows)
-    return cuda.multiply(x, linear.weight, linear.bias, cut, kind, beside)
+    return cuda.multiply(x, linear.weight, linear.bias, cut, kind, beside, out=out)
 
 
 _ACTS = {Activation.SILU: Act.SILU, Activation.GELU_TANH: Act.GELU_TANH}
@@ -205,6 +224,9 @@ _ACTS = {Activation.SILU: Act.SILU, Activation.GELU_TANH: Act.GELU_TANH}
 
 def _is_own_for_one(linear: Linear) -> bool:
     """Whether a single row is multiplied with this weight by kernels that fold norms: numbers, or CUDA's."""
+    if isinstance(linear, Apart):
+        narrow = all(isinstance(part, NarrowProduct) for part in linear.parts)
+        return narrow and all(_is_own_for_one(part) for part in linear.parts)
     if isinstance(linear, NarrowProduct):
         weight = linear.weight
         return few_serves(weight.format, weight.rows, weight.columns, torch.bfloat16)
@@ -273,6 +295,7 @@ def _folds(
         return False
     if isinstance(forward, Dense):
         own = is_own(forward.up) and is_own(forward.down) and forward.gated
+        own = own and not isinstance(forward.up, Apart)
         known = isinstance(forward.up, DenseLinear) or forward.activation in _ACTS
         return own and known and isinstance(forward.activation, Activation)
     routing = forward.routing

@@ -44,7 +44,7 @@ def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Line
     joinable = len(narrow) == len(products) and can_join([one.narrow for one in narrow])
     joinable = joinable and _round_alike(narrow)
     if len(products) > 1 and (not joinable or len(biases) not in (0, len(products))):
-        return Apart(tuple(join([product], multiply, name) for product in products))
+        return Apart(tuple(join(part, multiply, name) for part in _neighbours(products)))
     weights = [one.narrow for one in narrow]
     whole = join_weights(weights)
     start = 0
@@ -63,6 +63,22 @@ def _round_alike(products: Sequence[NarrowLinear]) -> bool:
     if first is None:
         return all(one is None for one in others)
     return all(one is not None and torch.equal(one, first) for one in others)
+
+
+def _neighbours(products: Sequence[Any]) -> list[list[Any]]:
+    """The layers in their order, with those together that can be joined."""
+    found: list[list[Any]] = []
+    for product in products:
+        last = found[-1] if found else []
+        with_this = [*last, product]
+        narrow = [one for one in with_this if isinstance(one, NarrowLinear)]
+        fits = len(narrow) == len(with_this) and can_join([one.narrow for one in narrow])
+        biased = {one.bias is None for one in with_this}
+        if last and fits and len(biased) == 1 and _round_alike(narrow):
+            last.append(product)
+        else:
+            found.append([product])
+    return found
 
 
 def check_numbers(products: Sequence[Any], name: str) -> None:

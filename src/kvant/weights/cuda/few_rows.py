@@ -248,13 +248,14 @@ def multiply(
     beside: Beside = NOTHING,
     *,
     experts: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """x [T, columns], bfloat16 or float16, contiguous -> [T, rows], for a format that it `serves`.
 
     With gated, half as many columns; with pairs, a row for each pair or, SUMMED, for each token. experts:
-    how many weights are stacked.
+    how many weights are stacked. out: contiguous, of the result's shape, where it is written to.
     """
-    call = arranged(x, weight, bias, cut, kind, beside, experts=experts)
+    call = arranged(x, weight, bias, cut, kind, beside, experts=experts, out=out)
     built = kernel(
         weight.format, weight.columns, call.tiles, x.dtype, cut, kind, bias=bias is not None
     )
@@ -281,6 +282,7 @@ def arranged(
     beside: Beside,
     *,
     experts: int = 1,
+    out: Tensor | None = None,
 ) -> Call:
     """The launch of `multiply`."""
     rows = weight.rows // experts
@@ -301,7 +303,7 @@ def arranged(
             down = results = beside.ids.shape[0]
     elif not kind.one:
         tiles = token_tiles(tokens)
-    out = x.new_empty(results, width)
+    out = x.new_empty(results, width) if out is None else out
     side = -(-tokens // (8 * tiles)) if kind.pairs is Pairs.NONE and not kind.one else 1
     across = side * -(-width // ((8 if kind.gated else 16) * cut.tiles))
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0

@@ -25,7 +25,7 @@ _PROGRAM = re.compile(
     r"(.*/)?(vllm|llama-server)|vllm\.entrypoints\.(openai\.)?api_server"
     r"|(.*/)?(vllm-openai|llama\.cpp)(:.*)?"
 )
-"""What starts another server: a program, a module, or an image. What stands before it is not its own."""
+"""Matches a word that starts another server: a program, a module or an image. Its flags come after it."""
 
 
 class ConfiguredCommand(TyperCommand):

@@ -23,12 +23,12 @@ def prepare_streams() -> None:
 
 
 def writes_utf8() -> bool:
-    """True if stdout can encode every character."""
+    """Returns whether stdout can encode every character."""
     return codecs.lookup(sys.stdout.encoding).name == "utf-8"
 
 
 def reader_left(fault: BaseException | None) -> bool:
-    """True if a write to a pipe without a reader caused `fault`, as in `kvant plan M | head -3`."""
+    """Returns whether a write to a pipe without a reader caused `fault`, as in `kvant plan M | head`."""
     while fault is not None and not isinstance(fault, BrokenPipeError):
         fault = fault.__context__
     return fault is not None

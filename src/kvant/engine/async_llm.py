@@ -51,11 +51,11 @@ class AsyncStream(AsyncIterator[Progress]):
         return piece
 
     def cancel(self) -> None:
-        """End the request as soon as the running step allows; the last piece then says `cancelled`."""
+        """Ends the request as soon as the running step allows; the last piece then says `cancelled`."""
         self._worker.cancel(self._mailbox)
 
     async def aclose(self) -> None:
-        """Cancel the request if it has not ended; nothing more is yielded."""
+        """Cancels the request if it has not ended; nothing more is yielded."""
         self._close()
 
     async def __aenter__(self) -> AsyncStream:
@@ -179,7 +179,7 @@ class AsyncLLM:
         *,
         salt: str = "",
     ) -> AsyncStream:
-        """Answer one conversation, in the model's chat template."""
+        """Answers one conversation, in the model's chat template."""
         return self._open(lambda: self._llm.encode_chat(messages), sampling_params, salt)
 
     def metrics(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class AsyncLLM:
         return as_metrics(self._worker.stats)
 
     def close(self) -> None:
-        """Cancel everything and end the thread; waits for the running step."""
+        """Cancels everything and ends the thread; waits for the running step."""
         self._stop()
 
     def _open(

@@ -185,7 +185,7 @@ def _refuse_to_embed(planned: Plan) -> None:
 
 
 def _verify(planned: Plan) -> None:
-    """Raise NotServable if a kernel that the plan uses is wrong on this device."""
+    """Raises NotServable if a kernel that the plan uses is wrong on this device."""
     from kvant.attention.verify.start import verify_plan
 
     request = planned.request

@@ -49,7 +49,7 @@ class CacheAudit:
         return found
 
     def accept(self) -> None:
-        """Take the current scales outside the pages as correct."""
+        """Takes the current scales outside the pages as correct."""
         self._scales.accept()
 
     def _slice(self) -> tuple[int, list[tuple[int, int]]]:

@@ -137,7 +137,7 @@ class Engine:
     def submit(
         self, prompt_token_ids: Items[int], params: SamplingParams, *, salt: str = ""
     ) -> int:
-        """Queue a request and return its number. Raises RequestError if it cannot be served.
+        """Queues a request and returns its number. Raises RequestError if it cannot be served.
 
         params.n must be 1; see `submit_choices`. salt: only requests of the same salt share cached
         pages. Structured output compiles beside the steps; if that fails, the request ends as `refused`.
@@ -172,18 +172,18 @@ class Engine:
     def submit_choices(
         self, prompt_token_ids: Items[int], params: SamplingParams, *, salt: str = ""
     ) -> list[int]:
-        """Queue a request for n answers and return their numbers, see `SamplingParams.choices`.
+        """Queues a request for n answers and returns their numbers, see `SamplingParams.choices`.
 
         With a prefix cache the prompt's full pages are computed once and shared.
         """
         return [self.submit(prompt_token_ids, one, salt=salt) for one in params.choices()]
 
     def prepare_structured(self) -> None:
-        """Prepare the tokenizer for structured output now instead of with the first such request."""
+        """Prepares the tokenizer for structured output now instead of with the first such request."""
         self._forms.prepare()
 
     def cancel(self, number: int) -> Result | None:
-        """End a request now; its pages are free at once. None if it has ended already."""
+        """Ends a request now; its pages are free at once. Returns None if it has ended already."""
         return self._live.cancel(number)
 
     def step(self) -> list[Progress]:
@@ -261,7 +261,7 @@ class Engine:
             self.scheduler.abandon()
 
     def _runs_ahead(self, num_drafts: int) -> bool:
-        """True if the next step can be drafted on the device, without reading the step in flight first."""
+        """Returns whether the device can draft the next step before the step in flight is read."""
         is_recorded = num_drafts in self.runner.num_drafts(self.scheduler.num_running)
         return is_recorded and not self.scheduler.may_run_prompts
 

@@ -62,7 +62,7 @@ class LLM:
 
     @classmethod
     def from_built(cls, built: BuiltEngine) -> LLM:
-        """Wrap a built engine whose warnings the caller reports."""
+        """Wraps a built engine whose warnings the caller reports."""
         llm = cls.__new__(cls)
         llm._built = built
         return llm
@@ -221,7 +221,7 @@ class LLM:
             _log.warning("%s", line)
 
     def refit(self, model: str | Path) -> None:
-        """Switch to weights and KV scales of another checkpoint of this model: `kvant.engine.refit`."""
+        """Switches to weights and KV scales of another checkpoint of this model: `kvant.engine.refit`."""
         from kvant.engine.refit import refit
 
         self._built = refit(self._built, str(model))
@@ -262,7 +262,7 @@ def _pair(
 
 
 def _is_list(given: object) -> bool:
-    """True for a list of token ids. Python treats bytes as a sequence of numbers; this does not."""
+    """Returns whether this is a list of token ids. It is not for bytes, a sequence of numbers in Python."""
     return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
 
 

@@ -101,7 +101,7 @@ class TokenStream(Iterator[Progress]):
         self._ended = False
 
     def put(self, piece: Progress) -> None:
-        """Add a piece; the engine calls this."""
+        """Adds a piece; the engine calls this."""
         self._pieces.append(piece)
 
     def __next__(self) -> Progress:
@@ -121,7 +121,7 @@ class TokenStream(Iterator[Progress]):
         return piece
 
     def close(self) -> None:
-        """Cancel the request if it has not finished; nothing more is yielded."""
+        """Cancels the request if it has not finished; nothing more is yielded."""
         if not self._ended:
             self._ended = True
             self._close()
@@ -250,14 +250,14 @@ class Forms:
         return set(self._waiting)
 
     def prepare(self) -> None:
-        """Prepare the tokenizer now instead of with the first such request."""
+        """Prepares the tokenizer now instead of with the first such request."""
         if self.can_be_asked:
             why = self._compiling().prepare()
             if why:
                 _log.warning("requests for structured outputs are refused: %s", why)
 
     def start(self, sequence: Sequence) -> None:
-        """Start to compile the grammar of a sequence's request."""
+        """Starts to compile the grammar of a sequence's request."""
         form = sequence.request.params.structured_outputs
         assert form is not None
         self._waiting[sequence.number] = sequence, self._compiling().start(form)
@@ -336,7 +336,7 @@ class LiveRequests:
         self._batch: _Batch | None = None
 
     def cancel(self, number: int) -> Result | None:
-        """End a request now; its pages are free at once. None if it has ended already."""
+        """Ends a request now; its pages are free at once. Returns None if it has ended already."""
         live = self.by_number.get(number)
         if live is None:
             return None
@@ -509,7 +509,7 @@ class LiveRequests:
         return Progress(number, (token,), text, result, logprobs, prompt_logprobs)
 
     def refuse(self, live: Live, fault: RequestError) -> Progress:
-        """End a request as refused."""
+        """Ends a request as refused."""
         live.error = fault
         return Progress(live.number, (), "", self._finish(live, FinishReason.REFUSED))
 

@@ -55,7 +55,7 @@ class Tokenizing:
     def encode(
         self, text: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return token ids of a text, with the model's prefix (such as a BOS token).
+        """Returns token ids of a text, with the model's prefix (such as a BOS token).
 
         Raises TooManyTokens above `most`.
         """
@@ -74,7 +74,7 @@ class Tokenizing:
         return ids
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return token ids of a conversation in the model's template, up to the assistant's turn."""
+        """Returns token ids of a conversation in the model's template, up to the assistant's turn."""
         self.require_chat_template()
         try:
             text = self.tokenizer.apply_chat_template(
@@ -108,12 +108,12 @@ class Tokenizing:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """True if the model directory `path` has a tokenizer file."""
+    """Returns whether the model directory `path` has a tokenizer file."""
     return any((path / name).is_file() for name in _FILES)
 
 
 def open_tokenizer(path: Path) -> Tokenizing | None:
-    """Open the tokenizer of the model directory `path`; None if it has no tokenizer files."""
+    """Opens the tokenizer of the model directory `path`; None if it has no tokenizer files."""
     if not has_tokenizer(path):
         return None
     from kvant.models.tokenizer import load_tokenizer
@@ -216,7 +216,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that can be shown now: after a match, everything up to it, then nothing."""
+        """Returns the text that can be shown now: after a match, everything up to it, then nothing."""
         if self.found is not None:
             return ""
         text = self._held + text
@@ -239,7 +239,7 @@ class StopStrings:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

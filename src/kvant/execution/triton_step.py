@@ -16,7 +16,7 @@ _COLUMNS = 1024
 
 
 def write_pages(state: DeviceState, index: Tensor, values: Tensor) -> None:
-    """Write page ids into `state.pages`. index: [m] int64, flat; -1 writes nothing. values: [m] int64."""
+    """Writes page ids into `state.pages`. index: [m] int64, flat; -1 writes nothing. values: [m] int64."""
     block = 128
     grid = (triton.cdiv(len(index), block),)
     _write_pages[grid](state.pages, index, values, len(index), BLOCK=block, num_warps=4)

@@ -114,7 +114,7 @@ class Option:
         return value
 
     def read_text(self, text: str, where: str) -> Value:
-        """Parse and check the text of a variable. Spaces separate the items of a list."""
+        """Parses and checks the text of a variable. Spaces separate the items of a list."""
         raw: object = text
         if not text:
             raise BadValue(f"{where} is empty", why=f"it must be {self.expects}; or unset it")

@@ -40,7 +40,7 @@ _STATE_STRIDES = {True: 512, False: 2048}
 """Tokens between kept recurrent states, where prompts are cut: on a CPU (True) and on a GPU (False)."""
 
 _LEAST_STATES = 8
-"""States that the prefix cache keeps unless it is told otherwise, with few sequences."""
+"""The fewest recurrent states that the prefix cache keeps by default."""
 
 _MOST_DRAFT_STATES = 32
 """Most drafts of one step of a model with recurrent layers, since each draft has a state of its own."""

@@ -97,7 +97,7 @@ def read_settings(
 
 
 def refuse_unknown_variables(known: Iterable[Option], environ: Mapping[str, str]) -> None:
-    """Raise UnknownName for the first unknown KVANT_ variable."""
+    """Raises UnknownName for the first unknown KVANT_ variable."""
     names = [*(option.variable for option in known), *OTHER_VARIABLES]
     aliases = {PREFIX + alias.upper() for option in known for alias in option.aliases}
     for name in sorted(environ):

@@ -38,7 +38,7 @@ class SpeculativeConfig:
 def parse_speculative_config(
     given: str | Mapping[str, Any], *, asked_by: str = FLAG
 ) -> SpeculativeConfig:
-    """Parse JSON text or a mapping. Raises BadValue or UnknownName, naming `asked_by`."""
+    """Parses JSON text or a mapping. Raises BadValue or UnknownName, naming `asked_by`."""
     body: Any = given
     if isinstance(given, str):
         try:

@@ -87,7 +87,7 @@ class LogitRules:
             self._seen.add(token, 1)
 
     def edits(self, vocab_size: int) -> Edits:
-        """Return the changes of the next row."""
+        """Returns the changes of the next row."""
         params = self._params
         # A tokenizer may have tokens beyond the logits, which can never be chosen.
         banned = [token for token in self._banned() if token < vocab_size]
@@ -107,7 +107,7 @@ class LogitRules:
         )
 
     def _allowed(self, vocab_size: int) -> Tensor | None:
-        """Return the tokens that the grammar and allowed_token_ids allow."""
+        """Returns the tokens that the grammar and allowed_token_ids allow."""
         found: Tensor | None = None
         if self._params.allowed_token_ids is not None:
             found = torch.zeros(vocab_size, dtype=torch.bool)

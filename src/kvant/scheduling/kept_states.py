@@ -1,14 +1,14 @@
-"""Which states of recurrent layers are kept for later prompts, and which one makes room. No tensors.
+"""Chooses which states of recurrent layers are kept for later prompts, and which are dropped. No tensors.
 
-A prompt leaves a state at every multiple of a stride and one where its last whole page ends. Kept ones form a
-tree: a state comes after the nearest kept state of the same beginning. Beyond the most states:
+A prompt's state is kept at every multiple of a stride and at the end of its last whole page. Kept states form
+a tree: a state's parent is the nearest earlier kept state of the prompt. Above the limit, states are dropped:
 
-    first    a state that later ones of its prompt come after, and that no sequence continued from. The one
-             whose loss would cost the fewest tokens for the distance to its prompt's end goes, so places grow
-             apart exponentially towards the beginning, in every prompt alike.
-    then     the least recently used one of the others: ends of prompts, and places where prompts parted.
+    first    states with a later one in their prompt, from which no sequence continued: the one with the
+             lowest ratio of two distances, to its parent and to the end of its longest prompt. So the
+             distances between a prompt's states grow exponentially from its end to its beginning.
+    then     the least recently used of the other states: ends of prompts, and places where prompts diverge.
 
-So a long prompt does not drive out another one's end: it gives up places of its own.
+So a long prompt does not evict the last state of another prompt: it loses states of its own.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from kvant.kv.pages import PageAllocator
 from kvant.scheduling.request import FinishReason, Sequence
 
 LEAST_TOKENS = 128
-"""The fewest tokens of a last piece that is cut to keep a state, since the cut costs one more step."""
+"""The fewest tokens of a piece that is cut at the end of the last whole page. The cut costs one more step."""
 
 
 @dataclass(slots=True)
 class _Kept:
     """One kept state.
 
-    number: of the sequence that kept it, -1 if it came from a tier. place: pages before it, 0 until a
-    sequence shows it. before: hash of the kept state that it comes after. is_used: a sequence continued from
-    it.
+    number: of the sequence that kept it, -1 if it came from a tier. place: number of pages before it, 0 while
+    unknown. before: its parent's hash. is_used: whether a sequence continued from it.
     """
 
     number: int
@@ -46,7 +45,7 @@ class KeptStates:
     nothing is kept and no prompt is cut. stride: in tokens, a multiple of page_size.
 
     A sequence can continue from cached pages only at a place where a state was kept. Prompts are cut at
-    multiples of the stride, and at the end of their last whole page unless that is close behind such a place.
+    multiples of the stride, and at the end of their last whole page unless that is close after such a place.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class KeptStates:
     def use(self, sequence: Sequence, num_pages: int) -> int | None:
         """Returns the page of the kept state after a sequence's first `num_pages` pages, or None.
 
-        num_pages: the length of what `reach` returned. Marks the state as recently used.
+        num_pages: the length of `reach`'s result. Marks the state as recently used.
         """
         if not num_pages or not self.is_on:
             return None
@@ -112,7 +111,7 @@ class KeptStates:
             return None
         place = end // self._page_size
         if not 0 < place < len(sequence.prefix_hashes):
-            return None  # without a hash: the sequence shares no contents
+            return None  # the place has no hash, since the sequence shares no contents
         digest = sequence.prefix_hashes[place]
         if self._find(digest) is not None:
             self._notice()
@@ -124,7 +123,7 @@ class KeptStates:
         while len(self._kept) > self._most:
             self._forget(self._least())
         if digest not in self._kept:
-            return None  # the others are worth more
+            return None  # `_least` chose the new state
         taken = self._pages.allocate(1)
         if taken is None:
             self._drop(digest)
@@ -172,7 +171,7 @@ class KeptStates:
             self._forget(self._least())
 
     def _place(self, one: _Kept, sequence: Sequence, place: int) -> None:
-        """Puts a kept state after the sequence's first `place` pages into the tree."""
+        """Adds a kept state to the tree, at the end of the sequence's first `place` pages."""
         hashes = sequence.prefix_hashes
         one.place = place
         one.before = next(
@@ -185,12 +184,12 @@ class KeptStates:
             behind = place < at < len(hashes) and other.before == one.before
             if (
                 behind and hashes[at] == digest
-            ):  # of the same beginning: it comes after this one now
+            ):  # it has equal earlier tokens, so this is its parent
                 other.before = hashes[place]
 
     def _least(self) -> bytes:
-        """The hash of the state that makes room."""
-        ends: dict[bytes, int] = {}  # where the longest prompt through a state ends
+        """Returns the hash of the state to drop next."""
+        ends: dict[bytes, int] = {}  # state -> last kept place of its longest prompt
         for digest, one in sorted(self._kept.items(), key=lambda item: -item[1].place):
             end = ends.setdefault(digest, one.place)
             if one.before is not None:
@@ -205,7 +204,7 @@ class KeptStates:
         return next(iter(self._kept))
 
     def _gap(self, one: _Kept) -> int:
-        """Pages between a state and the one before it."""
+        """Returns the number of pages between a state and its parent, or the beginning of the prompt."""
         return one.place - (0 if one.before is None else self._kept[one.before].place)
 
     def _find(self, digest: bytes) -> int | None:
@@ -219,7 +218,7 @@ class KeptStates:
         self._drop(digest)
 
     def _drop(self, digest: bytes) -> None:
-        """Takes a state out of the tree."""
+        """Removes a state from the tree. Its parent becomes its children's parent."""
         gone = self._kept.pop(digest)
         for other in self._kept.values():
             if other.before == digest:

@@ -167,7 +167,7 @@ class Scheduler:
         # A copy of `_running` and its rows; None after `_running` changed.
         self._order: tuple[list[Sequence], NDArray[np.int64]] | None = None
         self._in_flight: list[Schedule] = []
-        self._unlooked: set[int] = set()  # requests that wait, whose pages were not looked for
+        self._unlooked: set[int] = set()  # numbers of waiting requests that still need `_look`
         self._next_order = 0
 
     @property
@@ -203,7 +203,7 @@ class Scheduler:
         self._waiting.append(sequence)
         if self.tiers is not None and self.tiers.has_sources:
             if sequence.num_tokens > HASHED_PAGES * self.limits.page_size:
-                self._unlooked.add(sequence.number)  # to hash a long prompt takes several steps
+                self._unlooked.add(sequence.number)  # hashing a long prompt takes several steps
             else:
                 self._look(self.tiers, sequence)
 

@@ -14,7 +14,7 @@ _ORIGIN = re.compile(r"https?://[^/\s]+")
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach `host`. Names other than localhost count as reachable."""
+    """Returns whether only this machine can reach `host`. Names other than localhost count as reachable."""
     if host == "localhost":
         return True
     try:

@@ -602,5 +602,5 @@ def reply_format(template: str) -> dict[str, Any] | None:
 
 
 def writes_reasoning(template: str) -> bool:
-    """True if models with this chat template write reasoning before their answers."""
+    """Returns whether models with this chat template write reasoning before their answers."""
     return any(marker in template for marker in _REASONS)

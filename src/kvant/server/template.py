@@ -250,7 +250,7 @@ def _virtual_memory() -> int:
 
 
 def open_tokenizer(path: Path) -> engine_text.Tokenizing | None:
-    """Like `kvant.engine.text.open_tokenizer`, without torch.
+    """Opens a tokenizer like `kvant.engine.text.open_tokenizer`, without importing torch.
 
     transformers imports torch if it finds it, though tokenizers do not need it. So torch is hidden while
     transformers is imported here.

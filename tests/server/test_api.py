@@ -173,6 +173,7 @@ def test_openapi_describes_every_endpoint(server: Server) -> None:
         "/ping", "/load", "/v1/loads", "/server_info", "/v1/completions/render",
         "/v1/chat/completions/render", "/tokenizer_info",
         "/v1/embeddings", "/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/cancel",
+        "/v1/responses/input_tokens",
         "/v1/kv/sessions", "/v1/kv/sessions/{id}",
         "/", "/v1/kv/live", "/v1/responses/{id}/input_items", "/v1/messages", "/v1/messages/count_tokens",
     }  # fmt: skip

@@ -129,6 +129,7 @@ def test_a_bodys_types_are_read_whole() -> None:
         ("/v1/completions", {"prompt": "abc", "max_tokens": 1}),
         ("/infill", {"input_prefix": "abc", "input_suffix": "", "n_predict": 1}),
         ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
+        ("/v1/responses/input_tokens", {"input": "hi"}),
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
         ("/tokenize", {"prompt": "abc"}),
@@ -147,7 +148,7 @@ def test_unknown_parameters_are_refused_over_http(
 def test_endpoints_of_other_servers_are_refused_by_name(server: Server) -> None:
     for path, why in NOT_OFFERED.items():
         for asked in (path, f"/v1{path}", f"/v1{path}/x"):
-            answer = server.get(asked)
+            answer = server.post(asked, {})
             assert answer.status == 404
             if asked != f"/v1{path}/x":
                 assert answer.error["code"] == "not_offered"

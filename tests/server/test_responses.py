@@ -286,3 +286,22 @@ def test_a_server_that_stores_nothing_says_so(strict: Server) -> None:
     assert strict.get(f"{PATH}/{answer['id']}").status == 404
     refused = strict.post(PATH, {**body, "store": True})
     assert (refused.status, refused.error["param"]) == (400, "store")
+
+
+def test_the_tokens_of_an_input_are_counted_as_the_response_counts_them(
+    tooled: Server, client: OpenAI
+) -> None:
+    first = ask(tooled)
+    for more in (
+        {"input": "hello there", "instructions": "Be kind.", "tools": [FLAT]},
+        {"input": "and now?", "previous_response_id": first["id"]},
+    ):
+        counted = client.responses.input_tokens.count(model=tooled.model.name, **more)  # type: ignore[arg-type]
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == ask(tooled, **more)["usage"]["input_tokens"]
+
+
+def test_reasoning_without_an_answer_may_be_sent_back(tooled: Server) -> None:
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]}
+    told = [{"role": "user", "content": "a"}, thought, {"role": "user", "content": "b"}]
+    assert ask(tooled, input=told)["status"] in ("completed", "incomplete")

@@ -20,9 +20,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvant.engine.text import Tokenizing
+from kvant.errors import RequestError
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.server import wire
-from kvant.server.api_error import ApiError, Disconnected, internal
+from kvant.server.api_error import ApiError, Disconnected, internal, of_request
 from kvant.server.guard import read_body
 from kvant.server.messages import Piece
 from kvant.server.parameters import NONE, Table
@@ -411,6 +412,16 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _Resul
         for each in (task, watcher):
             each.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def num_prompt_tokens(call: Call, generation: Generation) -> int:
+    """Returns the number of tokens of a conversation's prompt."""
+    assert generation.conversation is not None
+    try:
+        work = call.service.encode_chat(generation.conversation)
+        return len((await unless_disconnected(call.receive, work))[0])
+    except RequestError as fault:
+        raise of_request(fault) from None
 
 
 async def _disconnect(receive: Receive) -> None:

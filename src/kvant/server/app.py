@@ -66,6 +66,7 @@ from kvant.server.requests import (
 )
 from kvant.server.responses.handle import (
     cancel_response,
+    count_input,
     delete_response,
     read_input_items,
     read_stored,
@@ -77,6 +78,7 @@ from kvant.server.responses.wire import (
     ResponseAnswer,
     ResponseBody,
     ResponseEvent,
+    ResponseInputTokens,
 )
 from kvant.server.routers import loads, render_chat, render_completion
 from kvant.server.service import Service
@@ -304,6 +306,10 @@ ENDPOINTS = (
         ResponseBody, RESPONSES, ResponseEvent, _GENERATES, generates=True,
     ),
     Endpoint(
+        "POST", "/v1/responses/input_tokens", "Tokens of a response's input", count_input,
+        ResponseInputTokens, ResponseBody, RESPONSES, errors=_READS,
+    ),
+    Endpoint(
         "GET", "/v1/responses/{id}", "A stored response", read_stored, ResponseAnswer,
         errors=(400, 404, 503),
     ),
@@ -488,10 +494,11 @@ class _Application:
         try:
             if endpoint is not None:
                 return await endpoint.handle(call)
-            if endpoints:
+            named = _not_offered(call.scope["path"])
+            if endpoints and named is None:
                 allow = {"allow": ", ".join(sorted(endpoints))}
                 return _error(ApiError(405, "this endpoint has no such method"), says, allow)
-            return _error(_no_endpoint(call.scope["path"]), says)
+            return _error(named or ApiError(404, "there is no such endpoint"), says)
         except ApiError as fault:
             # The rest of a body that is too large is not read, so the connection cannot be used again.
             return _unread(fault, says) if fault.status == 413 else _error(fault, says)
@@ -517,14 +524,14 @@ def _dialect(route: str | None) -> Callable[[ApiError], object]:
     return next((one.fault[1] for one in endpoints.values()), openai_error)
 
 
-def _no_endpoint(path: str) -> ApiError:
-    """Returns the error for an unknown path; for endpoints of other servers it names an alternative."""
+def _not_offered(path: str) -> ApiError | None:
+    """Returns the error for an endpoint of other servers, with an alternative; None for any other path."""
     for known, why in NOT_OFFERED.items():
         if path.removeprefix("/v1").rstrip("/") == known or path.startswith(f"/v1{known}/"):
             return ApiError(
                 404, f"{known} is not offered by this server: {why}", code="not_offered"
             )
-    return ApiError(404, "there is no such endpoint")
+    return None
 
 
 def _error(

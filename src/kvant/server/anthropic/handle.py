@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from kvant.errors import RequestError
-from kvant.server.answers import Call, as_json, generate, unless_disconnected
+from kvant.server.answers import Call, as_json, generate, num_prompt_tokens
 from kvant.server.anthropic.read import read_count, read_messages
 from kvant.server.anthropic.wire import InputTokens
 from kvant.server.anthropic.write import MessageWriter
-from kvant.server.api_error import of_request
 
 
 async def message(call: Call) -> Response:
@@ -24,10 +22,4 @@ async def count_tokens(call: Call) -> Response:
     service = call.service
     limits = service.config.limits
     generation = await call.read(lambda data: read_count(data, limits, service.require()))
-    assert generation.conversation is not None
-    try:
-        work = service.encode_chat(generation.conversation)
-        tokens, _ = await unless_disconnected(call.receive, work)
-    except RequestError as fault:
-        raise of_request(fault) from None
-    return as_json(InputTokens(len(tokens)))
+    return as_json(InputTokens(await num_prompt_tokens(call, generation)))

@@ -8,10 +8,10 @@ import logging
 import msgspec
 from starlette.responses import Response
 
-from kvant.server.answers import Call, as_json, finished, generate
+from kvant.server.answers import Call, as_json, finished, generate, num_prompt_tokens
 from kvant.server.api_error import ApiError, bad_request, internal
-from kvant.server.responses.read import Message, parse_response, read_response
-from kvant.server.responses.wire import Deleted, InputItems
+from kvant.server.responses.read import Asked, Message, parse_response, read_response
+from kvant.server.responses.wire import Deleted, InputItems, ResponseInputTokens
 from kvant.server.responses.write import ResponseWriter
 from kvant.server.service import Running, Service
 from kvant.server.store import Stored
@@ -22,9 +22,33 @@ _Task = asyncio.Task[None]
 
 async def respond(call: Call) -> Response:
     service = call.service
-    store, limits = service.responses, service.config.limits
-    body, raw = await call.read(parse_response)
     facts = service.require()
+    asked, history = await _asked(call)
+    name = service.config.served_names[0]
+    writer = ResponseWriter(asked, name, facts.reply, service.tokenizing)
+    if not asked.keeps:
+        return await generate(call, writer, key=call.key)
+    conversation = [*history, *asked.messages]
+    items = msgspec.json.encode(asked.items)
+    writer.on_end = lambda: _keep(writer, call, conversation, items, None)
+    if not asked.body.background:
+        return await generate(call, writer, key=call.key)
+    running = await service.open(asked.generation, key=call.key, counted=call.counted)
+    task = asyncio.create_task(_in_background(service, running, writer))
+    _keep(writer, call, conversation, items, task)
+    return as_json(writer.answer)
+
+
+async def count_input(call: Call) -> Response:
+    asked, _ = await _asked(call)
+    return as_json(ResponseInputTokens(await num_prompt_tokens(call, asked.generation)))
+
+
+async def _asked(call: Call) -> tuple[Asked, list[Message]]:
+    """What a body asks for, and the messages of the responses before it."""
+    store, limits = call.service.responses, call.service.config.limits
+    body, raw = await call.read(parse_response)
+    facts = call.service.require()
     history: list[Message] = []
     if body.previous_response_id is not None:
         name = "previous_response_id"
@@ -35,19 +59,7 @@ async def respond(call: Call) -> Response:
     asked = await asyncio.to_thread(
         lambda: read_response(body, raw, history, limits, facts, can_store=store.is_on)
     )
-    name = service.config.served_names[0]
-    writer = ResponseWriter(asked, name, facts.reply, service.tokenizing)
-    if not asked.keeps:
-        return await generate(call, writer, key=call.key)
-    conversation = [*history, *asked.messages]
-    items = msgspec.json.encode(asked.items)
-    writer.on_end = lambda: _keep(writer, call, conversation, items, None)
-    if not body.background:
-        return await generate(call, writer, key=call.key)
-    running = await service.open(asked.generation, key=call.key, counted=call.counted)
-    task = asyncio.create_task(_in_background(service, running, writer))
-    _keep(writer, call, conversation, items, task)
-    return as_json(writer.answer)
+    return asked, history
 
 
 async def read_stored(call: Call) -> Response:

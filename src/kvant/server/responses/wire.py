@@ -181,6 +181,11 @@ class ResponseEvent(Struct):
     sequence_number: Count
 
 
+class ResponseInputTokens(Struct):
+    input_tokens: Count
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class Deleted(Struct):
     id: str
     object: Literal["response.deleted"] = "response.deleted"

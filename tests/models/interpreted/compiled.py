@@ -119,7 +119,7 @@ def _between_products() -> None:
     made.gate_heads(empty(32, 4096), qkv.view(32, 16, 2, 256)[:, :, 1])
     made.norm_whole(qkv, 4096, 2048, QKNorms(*whole, whole=True))
     few = FewRows(torch.device("cpu"), 1e-6)
-    few._ahead = True
+    few._ahead, few._processors, few._shared_bytes = True, 132, MOST_SHARED
     for activation in Activation:
         made.gate(qkv, activation)
         made.activate(qkv, activation)
@@ -195,6 +195,7 @@ if __name__ == "__main__":
     _sums_of_ranks()
     made = TritonExperts(torch.device("cpu"))
     made._options = {"AHEAD": True, "launch_pdl": True}
+    made._processors, made._shared_bytes = 132, MOST_SHARED
     gpt_oss = Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True)
     layers = (
         _layer(Routing(128, 8, rounded=True), 2048, 768, GateOrder.HALVES, None),
@@ -203,7 +204,7 @@ if __name__ == "__main__":
     _narrow_experts(made, *layers)
     for layer in layers:
         hidden, count = layer.down[0].shape[1], layer.routing.num_experts
-        for tokens in (1, 8, 1024):
+        for tokens in (1, 8, 32, 1024):
             x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
             logits = torch.empty(tokens, count, dtype=torch.bfloat16, device="meta")
             made.apply(x, logits, layer)

@@ -5,6 +5,7 @@ No launch depends on what the router chooses, so recorded steps replay with any 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,12 @@ import torch
 import triton
 from torch import Tensor
 
-from kvant.kernels.triton.device import has_ptx, launches_ahead
+from kvant.kernels.triton.device import (
+    has_ptx,
+    launches_ahead,
+    multiprocessors,
+    shared_memory_of_a_program,
+)
 from kvant.models.fused import experts_kernels as kernels
 from kvant.models.fused.experts import Experts, GateOrder
 from kvant.models.fused.routing import Routing, Scoring, route
@@ -77,6 +83,19 @@ class OneTile:
     warps: int = 4
 
 
+_UPS = (FewTile(16, 128, 128, 3, 4),)
+_DOWNS = FewTile(16, 256, 64, 3, 8), FewTile(16, 128, 64, 4, 4)
+"""Large tiles of `few` for weights of 16 bits, largest first."""
+
+_LARGE_TILES = 160 << 10
+"""Bytes of shared memory that a program needs for them."""
+
+_MOST_LARGE = 16
+"""Pairs at a time up to which they are used."""
+
+_FEWEST_PROGRAMS = 4
+"""The fewest programs for each multiprocessor, since they take unlike times."""
+
 _FIXED_TILE = ManyTile(64, 64)
 _FIXED_NARROW = FewTile(64)
 
@@ -90,6 +109,8 @@ class TritonExperts:
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
         self._invariant = batch_invariant
         ahead = launches_ahead(device)
+        self._processors = multiprocessors(device)
+        self._shared_bytes = shared_memory_of_a_program(device)
         self._options: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
@@ -253,8 +274,31 @@ class TritonExperts:
         if tiles is None and most <= cuda.MOST_ROWS and _reads(experts, x.dtype):
             return self._listed(x, choice, experts, lists, counts)
         return self._few(
-            x, choice, experts, lists, counts, tiles or (_few_tile(choice, experts),) * 2
+            x, choice, experts, lists, counts, tiles or self._few_tiles(x, choice, experts)
         )
+
+    def _few_tiles(self, x: Tensor, choice: Choice, experts: Experts) -> tuple[FewTile, FewTile]:
+        """Returns the tiles of gate and up, and of down: the largest whose programs fill the device.
+
+        Measured for 128 experts of 2048 x 768 and 32 tokens on an H200, both products: 278 us with 64
+        rows, 266 with the larger one of gate and up alone, 252 with that of down alone.
+        """
+        tile = _few_tile(choice, experts)
+        fits = self._shared_bytes >= _LARGE_TILES and x.element_size() == 2
+        if experts.is_narrow or tile.pairs > _MOST_LARGE or not fits:
+            return tile, tile
+        used = min(experts.routing.num_experts, choice.pairs)
+        up = self._largest(_UPS, 2 * experts.width, used)
+        down = self._largest(_DOWNS, x.shape[1], used)
+        return (
+            tile if up is None else replace(up, pairs=tile.pairs),
+            tile if down is None else replace(down, pairs=tile.pairs),
+        )
+
+    def _largest(self, tiles: Sequence[FewTile], rows: int, experts: int) -> FewTile | None:
+        """Returns the first tile that cuts weights of these rows and experts into enough programs."""
+        enough = _FEWEST_PROGRAMS * self._processors
+        return next((t for t in tiles if experts * triton.cdiv(rows, t.rows) >= enough), None)
 
     def _listed(
         self, x: Tensor, choice: Choice, experts: Experts, lists: Tensor, counts: Tensor

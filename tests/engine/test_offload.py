@@ -14,13 +14,13 @@ import torch
 
 from kvant import LLM
 from kvant.engine.engine import Engine
-from kvant.errors import ConfigError
+from kvant.errors import ConfigError, DoesNotFit
 from kvant.kv.events import Medium, PageLog, Removed, Stored
 from kvant.kv.groups import lay_out
 from kvant.kv.identity import PageIdentity
 from kvant.kv.names import parse_format
 from kvant.kv.offload.build import build_tiers
-from kvant.kv.offload.mover import pieces_of
+from kvant.kv.offload.mover import HostRows, MemoryCopier, pieces_of
 from kvant.kv.offload.page_files import PageFiles
 from kvant.kv.offload.policy import BreakEven
 from kvant.kv.offload.tiers import Tiers
@@ -423,6 +423,41 @@ def test_a_full_disk_stops_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
     assert stats.disk is not None
     assert stats.disk.stored == 0
     assert stats.num_restores > 0, "host memory goes on"
+
+
+def test_host_memory_that_the_system_refuses_ends_with_a_way_out() -> None:
+    with pytest.raises(DoesNotFit, match="cannot be allocated"):
+        HostRows((1 << 20,), 1 << 30, 1 << 20, (1,), pinned=False)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_copies_that_find_no_memory_stop_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is exhausted while pages leave and come back; later it is not."""
+    engine, _ = offloading()
+
+    def exhausted(*given: object) -> Callable[[], None]:
+        raise MemoryError
+
+    real = MemoryCopier.store, MemoryCopier.load
+    expected = [tuple(answer(prompt(i), NUM_TOKENS)) for i in range(8)]
+    monkeypatch.setattr(MemoryCopier, "store", exhausted)
+    assert [run(engine, [prompt(i)])[0] for i in range(8)] == expected
+    stats = engine.stats.offload
+    assert stats is not None
+    assert (stats.host.stored, stats.host.num_pages) == (0, 0)
+    assert stats.host.dropped > 0
+    monkeypatch.setattr(MemoryCopier, "store", real[0])
+    assert [run(engine, [prompt(i)])[0] for i in range(8)] == expected
+    monkeypatch.setattr(MemoryCopier, "load", exhausted)
+    engine.scheduler.allocator.forget_all()
+    assert [run(engine, [prompt(i)])[0] for i in range(8)] == expected
+    assert counts(engine)[1] == 0
+    monkeypatch.setattr(MemoryCopier, "load", real[1])
+    for _ in range(2):
+        engine.scheduler.allocator.forget_all()
+        assert [run(engine, [prompt(i)])[0] for i in range(8)] == expected
+    assert counts(engine)[1] > 0
+    assert engine.stats.num_held_pages == 0
 
 
 def test_two_engines_on_one_small_directory_agree_with_the_model(tmp_path: Path) -> None:

@@ -50,6 +50,14 @@ def test_a_session_survives_a_restart_bit_for_bit(model: Path, tmp_path: Path) -
         assert cached >= card["saved_tokens"] - 8
         assert server.send("DELETE", "/v1/kv/sessions/ships").json["deleted"] is True
         assert [one["id"] for one in server.get("/v1/kv/sessions").json["data"]] == ["boats"]
+        kept = (tmp_path / "sessions").rename(tmp_path / "kept")
+        (tmp_path / "sessions").write_text("no directory")  # as a disk that cannot be written
+        fault = server.post("/v1/kv/sessions/rafts", {"messages": TALK})
+        assert (fault.status, fault.error["code"]) == (503, "sessions_unwritable")
+        assert server.get("/health").status == 200
+        assert answer(server, restored.json["messages"])[0] == expected
+        (tmp_path / "sessions").unlink()
+        kept.rename(tmp_path / "sessions")
     with Server(model, flags(tmp_path, "--kv-cache-dtype", "fp8_per_token_head")) as server:
         fault = server.get("/v1/kv/sessions/boats")
         assert fault.status == 409

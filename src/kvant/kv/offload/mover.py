@@ -49,7 +49,11 @@ class HostRows:
         pinned: bool,
     ) -> None:
         self.row_bytes, self.num_superblocks = tuple(row_bytes), num_superblocks
-        self.bytes = zeros((num_superblocks * superblock_bytes,), torch.uint8, torch.device("cpu"))
+        num_bytes = num_superblocks * superblock_bytes
+        try:
+            self.bytes = zeros((num_bytes,), torch.uint8, torch.device("cpu"))
+        except MemoryError:
+            raise _too_much(num_bytes, "cannot be allocated", "the system refuses") from None
         self.is_pinned = pinned
         if pinned:
             _pin(self.bytes)
@@ -297,12 +301,19 @@ def _pin(memory: Tensor) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:
-        size = format_size(memory.numel())
-        raise DoesNotFit(
-            f"{size} of host memory cannot be locked for copies to the GPU",
-            why=f"cudaHostRegister answers {status}; the limit may be that of the container or `ulimit -l`",
-            ways_out=(WayOut("offload to less", ("--kv-offload", f"host:{memory.numel() // 2}")),),
+        raise _too_much(
+            memory.numel(),
+            "cannot be locked for copies to the GPU",
+            f"cudaHostRegister answers {status}; the limit may be that of the container or `ulimit -l`",
         )
+
+
+def _too_much(num_bytes: int, what: str, why: str) -> DoesNotFit:
+    return DoesNotFit(
+        f"{format_size(num_bytes)} of host memory {what}",
+        why=why,
+        ways_out=(WayOut("offload to less", ("--kv-offload", f"host:{num_bytes // 2}")),),
+    )
 
 
 def _unpin(address: int) -> None:

@@ -45,7 +45,8 @@ VLLM = {
     "/v1/messages": """model messages max_tokens metadata stop_sequences stream system temperature
     tool_choice tools top_k top_p""",
     "/tokenize": """model prompt add_special_tokens return_token_strs messages add_generation_prompt
-    continue_final_message chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs""",
+    continue_final_message chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs
+    tools""",
     "/detokenize": "model tokens",
     "/infill": """input_prefix input_suffix input_extra prompt id_slot n_predict n_indent top_k top_p
     samplers stream cache_prompt t_max_prompt_ms t_max_predict_ms response_fields stop seed temperature

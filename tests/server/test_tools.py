@@ -267,3 +267,15 @@ def test_a_model_without_a_tool_template_says_so(server: Server) -> None:
     assert answer.status == 400
     assert answer.error["param"] == "tools"
     assert "takes no tools" in answer.error["message"]
+
+
+def test_tokenize_counts_tools_as_a_conversation_has_them(tooled: Server) -> None:
+    body = {"messages": HELLO, "tools": [TOOL]}
+    found = tooled.post("/tokenize", body).json
+    rendered = tooled.post(f"{CHAT}/render", {**body, "max_tokens": 1}).json
+    assert found["tokens"] == rendered["token_ids"]
+    assert found["token_strs"] is None
+    alone = tooled.post("/tokenize", {"messages": HELLO}).json
+    assert found["count"] > alone["count"]
+    twice = tooled.post("/tokenize", {**body, "tools": [TOOL, TOOL]})
+    assert (twice.status, twice.error["param"]) == (400, "tools")

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -63,6 +64,7 @@ from kvant.server.requests import (
     read_chat,
     read_completion,
     refuse_unserved,
+    tool_specs,
 )
 from kvant.server.responses.handle import (
     cancel_response,
@@ -175,6 +177,8 @@ async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, 
     try:
         if given.messages is not None:
             talk = conversation(given, raw, facts)
+            if given.tools:
+                talk = replace(talk, tools=tool_specs(given.tools, facts))
             special = given.add_special_tokens is True
             tokens = list((await service.encode_chat(talk, special=special))[0])
         else:

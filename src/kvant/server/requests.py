@@ -43,6 +43,7 @@ from kvant.server.wire import (
     ResponseFormat,
     StructuredBody,
     TokenizeBody,
+    ToolSpec,
 )
 
 COMPLETION_TOKENS = 16
@@ -679,13 +680,11 @@ def _tools(body: ChatBody, facts: Facts) -> Tools | None:
         if choice not in (None, "none", "auto"):
             raise bad_request("tool_choice needs tools", "tool_choice")
         return None
-    _at_most(len(body.tools), _MOST_TOOLS, "tools", "functions")
     if choice == "none":
+        _at_most(len(body.tools), _MOST_TOOLS, "tools", "functions")
         return None
-    _require_tool_template(facts, "tools")
+    specs = tool_specs(body.tools, facts)
     names = [tool.function.name for tool in body.tools]
-    if len(set(names)) < len(names):
-        raise bad_request("tools name a function twice", "tools")
     forced = None
     if not isinstance(choice, str) and choice is not None:
         forced = choice.function.name
@@ -699,8 +698,16 @@ def _tools(body: ChatBody, facts: Facts) -> Tools | None:
             "a function, works",
             "tools",
         )
-    specs = tuple(_without_none(msgspec.to_builtins(tool)) for tool in body.tools)
     return Tools(specs, forced, body.parallel_tool_calls is not False)
+
+
+def tool_specs(tools: Sequence[ToolSpec], facts: Facts) -> tuple[dict[str, Any], ...]:
+    """Returns the tools as chat templates take them. Raises ApiError 400."""
+    _at_most(len(tools), _MOST_TOOLS, "tools", "functions")
+    _require_tool_template(facts, "tools")
+    if len({tool.function.name for tool in tools}) < len(tools):
+        raise bad_request("tools name a function twice", "tools")
+    return tuple(_without_none(msgspec.to_builtins(tool)) for tool in tools)
 
 
 def _without_none(value: Any) -> Any:

@@ -216,6 +216,7 @@ class TokenizeBody(Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolSpec] | None = None
     return_token_strs: bool | None = None
 
 
@@ -553,7 +554,7 @@ class Tokens(Struct):
     count: Count
     max_model_len: Count
     tokens: list[Count]
-    token_strs: list[str | None] | UnsetType = UNSET
+    token_strs: list[str | None] | None = None
 
 
 class Text(Struct):

@@ -75,9 +75,10 @@ def methods(data: Any) -> Cells:
 def wide_rows(data: Any) -> Cells:
     lines = [["stored as", "wide rows", "context", "bits", "mean KL", "its standard error", "99 %",
               "same top token"]]  # fmt: skip
-    for r in (r for run in data["runs"] for r in run["rows"]):
+    for stored, r in ((run["wide_rows_in"], r) for run in data["runs"] for r in run["rows"]):
         figures = (r["kld_mean"], r["kld_mean_error"], r["kld_p99"])
         rows = "none" if r["rows"] == "0+0" else "first {}, last {}".format(*r["rows"].split("+"))
+        rows += "" if stored == "bfloat16" else f", {stored}"
         same = percent(r["same_top"], digits=1)
         lines.append(
             [r["format"], rows, f"{r['context']:,}", f"{r['bits']:.2f}",

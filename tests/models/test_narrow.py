@@ -155,7 +155,7 @@ def test_a_norm_of_another_shape_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "deepseek_v3", "n_routed_experts": 4}, "experts"),
+        ({"model_type": "granitemoe", "num_local_experts": 4}, "experts"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised already"),
     ],
 )

@@ -182,7 +182,18 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
     return found
 
 
-_EXPERTS_APART = frozenset({"dots1", "glm4_moe", "olmoe", "qwen2_moe", "qwen3_moe"})
+_EXPERTS_APART = frozenset(
+    {
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+    }
+)
 """Families whose checkpoints store experts.N.gate_proj, up_proj and down_proj."""
 
 _ROUNDED = _EXPERTS_APART | {"gpt_oss", "mixtral"}

@@ -16,15 +16,16 @@ from kvant.weights.cuda import few_rows, shared_rows
 from kvant.weights.cuda.few_rows import Act, Warps
 from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
+from kvant.weights.rounding import RoundedRows, Rounding
 from kvant.weights.triton.product import (
     Stripe,
     Tiles,
     decoded,
     of_blocks,
     one,
-    rounded,
-    rounded_by,
-    rounded_groups,
+    round_by,
+    round_groups,
+    round_rows,
     tiled,
 )
 
@@ -79,32 +80,30 @@ def takes_rounded(weight: NarrowWeight) -> bool:
     return shared in ((1, WHOLE), (WHOLE, WHOLE)) and not (weight.rows % 16 or weight.columns % 16)
 
 
-def multiply_rounded(
-    x: Tensor, weight: NarrowWeight, bias: Tensor | None, input_scale: Tensor | None = None
-) -> Tensor:
-    """x [T, columns], rounded to e4m3, -> [T, rows], by products of fp8.
-
-    input_scale: as in `linear.multiply`. Without one, a row shares a scale, or each 128 numbers of a row
-    where the weight is in blocks.
-    """
-    x = x.contiguous()
-    if input_scale is not None:
-        codes, scales = rounded_by(x, input_scale), input_scale
-        of_outputs = weight.scales
-        if weight.format.rows != WHOLE:
-            scales, of_outputs = input_scale.expand(len(x), 1).contiguous(), of_outputs[None]
-        made = torch._scaled_mm(
-            codes, weight.codes.view(torch.float8_e4m3fn).t(), scales, of_outputs, out_dtype=x.dtype
-        )
-    elif weight.format.rows == few_rows.BLOCK:
-        codes, scales = rounded_groups(x, few_rows.BLOCK)
-        made = of_blocks(codes, scales, weight, x.new_empty(x.shape[0], weight.rows))
+def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
+    """Rounds x [T, columns] to e4m3 in a launch of its own."""
+    x, made = x.contiguous(), rounding.empty(x)
+    if rounding.scale is not None:
+        round_by(x, rounding.scale, made.codes)
+    elif rounding.group:
+        round_groups(x, rounding.group, made.codes, made.scales)
     else:
-        codes, scales = rounded(x)
-        made = torch._scaled_mm(
-            codes, weight.codes.view(torch.float8_e4m3fn).t(), scales,
-            weight.scales.expand(weight.rows).contiguous()[None], out_dtype=x.dtype,
-        )  # fmt: skip
+        round_rows(x, made.codes, made.scales)
+    return made
+
+
+def multiply_rounded(x: RoundedRows, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """x [T, columns] -> [T, rows], by products of fp8. x: rounded as `linear.rounding_of` says."""
+    fmt, codes = weight.format, weight.codes.view(torch.float8_e4m3fn)
+    if x.scales.shape == (1,) and fmt.rows == WHOLE:
+        made = torch._scaled_mm(x.codes, codes.t(), x.scales, weight.scales, out_dtype=x.dtype)
+    elif fmt.rows == few_rows.BLOCK:
+        out = torch.empty(len(x), weight.rows, dtype=x.dtype, device=x.codes.device)
+        made = of_blocks(x.codes, x.scales, weight, out)
+    else:
+        of_rows = x.scales.expand(len(x), 1).contiguous()
+        of_outputs = weight.scales.expand(weight.rows).contiguous()[None]
+        made = torch._scaled_mm(x.codes, codes.t(), of_rows, of_outputs, out_dtype=x.dtype)
     return made if bias is None else made + bias
 
 

@@ -26,6 +26,7 @@ from kvant.kv.codecs import e2m1
 from kvant.kv.codecs.float8 import FLOAT8
 from kvant.kv.format import Encoding
 from kvant.weights.format import FP8_CHANNEL, WHOLE, Code, Scale, WeightFormat
+from kvant.weights.rounding import RoundedRows, Rounding
 
 TORCH_SCALE = {
     Scale.FLOAT32: torch.float32,
@@ -296,6 +297,17 @@ def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     tokens, columns = x.shape
     codes, scales = round_rows(x.reshape(-1, group))
     return codes.view(tokens, columns), scales.view(tokens, columns // group)
+
+
+def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
+    """Rounds x [T, columns] by the functions above."""
+    if rounding.scale is not None:
+        codes, scales = round_by(x, rounding.scale), rounding.scale
+    elif rounding.group:
+        codes, scales = round_groups(x, rounding.group)
+    else:
+        codes, scales = round_rows(x)
+    return RoundedRows(codes.view(torch.float8_e4m3fn), scales, x.dtype)
 
 
 def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:

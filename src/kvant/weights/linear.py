@@ -16,13 +16,14 @@ from kvant.weights.codecs import (
     round_rows,
 )
 from kvant.weights.format import WHOLE, WeightFormat
+from kvant.weights.rounding import RoundedRows, Rounding, Rows
 
 MOST_EXACT = 64
 """Rows up to which activations are never rounded: there products are bound by the weights' bytes."""
 
 
 def multiply(
-    x: Tensor,
+    x: Rows,
     weight: NarrowWeight,
     bias: Tensor | None,
     *,
@@ -35,17 +36,39 @@ def multiply(
     alike: on a GPU, multiply any T in one way, so that no row's result depends on the rows beside it.
     rounds: round x as `rounded_numbers` says where T is more than `MOST_EXACT`. input_scale: float32 [1] for
     all of x, or None for scales of its own.
-    On a GPU kernels read the codes. Elsewhere the weight is decoded for each product, which is slow.
+    On a GPU kernels read the codes, and x may be rounded already, as `rounding_of` says. Elsewhere the weight
+    is decoded for each product, which is slow.
     """
-    if x.device.type == "cuda":
+    if weight.device.type == "cuda":
         from kvant.weights import choose
 
-        if rounds and len(x) > MOST_EXACT and choose.takes_rounded(weight):
-            return choose.multiply_rounded(x, weight, bias, input_scale)
-        return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
+        if not isinstance(x, RoundedRows):
+            rounding = rounding_of(weight, len(x), input_scale) if rounds else None
+            if rounding is None:
+                return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
+            x = choose.round_activations(x, rounding)
+        return choose.multiply_rounded(x, weight, bias)
+    assert not isinstance(x, RoundedRows)
     if rounds and len(x) > MOST_EXACT:
         x = rounded_numbers(x, weight.format, input_scale).to(x.dtype)
     return F.linear(x, decode(weight, x.dtype), bias)
+
+
+def rounding_of(
+    weight: NarrowWeight, tokens: int, input_scale: Tensor | None = None
+) -> Rounding | None:
+    """Returns how a GPU rounds activations of `tokens` rows for this weight.
+
+    None for few rows, which are never rounded, and where no product reads rounded activations.
+    """
+    if tokens <= MOST_EXACT or weight.device.type != "cuda":
+        return None
+    from kvant.weights import choose
+
+    if not choose.takes_rounded(weight):
+        return None
+    by_groups = input_scale is None and weight.format.rows > 1 and weight.format.columns != WHOLE
+    return Rounding(group=weight.format.columns if by_groups else 0, scale=input_scale)
 
 
 def rounded_numbers(x: Tensor, fmt: WeightFormat, input_scale: Tensor | None = None) -> Tensor:

@@ -35,6 +35,7 @@ from kvant.weights.format import (
     int4_groups,
 )
 from kvant.weights.linear import scale_shape
+from kvant.weights.rounding import Rounding
 from tests.engine.interpreted.compiled import H200, type_of
 
 MOST_SHARED = 232448
@@ -107,6 +108,9 @@ def _between_products() -> None:
         made.norm(x, norm)
         made.add_norm(x, x, norm, before=norm, factor=0.5)
     made.add_norm(x, x, None)
+    for rounding in (Rounding(), Rounding(group=128), Rounding(scale=empty(1).float())):
+        made.add_norm_rounded(x, x, Norm(NormKind.RMS, x[0], None, 1e-6), rounding)
+        made.gate_rounded(empty(32, 2 * 12288), Activation.SILU, rounding)
     head = Norm(NormKind.RMS_ONE, empty(256), None, 1e-6)
     qkv = empty(32, 32 * 256)
     for pairing in Pairing:

@@ -12,6 +12,8 @@ from kvant.models.fused.kernels import WideTorchKernels
 from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.fused.triton_kernels import TritonKernels
+from kvant.weights.codecs import round_activations
+from kvant.weights.rounding import Rounding
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -112,6 +114,31 @@ def test_activations(activation: Activation) -> None:
     x = 3 * normal(TOKENS[-1], 2 * WIDTH)
     assert close(OURS.activate(x, activation), EXACT.activate(x.double(), activation))
     assert close(OURS.gate(x, activation), EXACT.gate(x.double(), activation))
+
+
+@pytest.mark.parametrize(
+    "how", [Rounding(), Rounding(group=128), Rounding(scale=torch.tensor([0.037]))]
+)
+def test_rows_are_rounded_behind_norms_and_gates_as_the_definition_says(how: Rounding) -> None:
+    width, tokens = 3 * 128 if not ON_GPU else 96 * 128, TOKENS[-1]
+    rounding = Rounding(how.group, None if how.scale is None else how.scale.to(DEVICE))
+    x, residual, gate_up = normal(tokens, width), normal(tokens, width), normal(tokens, 2 * width)
+    x[0], residual[0], gate_up[0] = 0, 0, 0
+    norm = norm_of(NormKind.RMS, width)
+    normed, total = OURS.add_norm(x.clone(), residual.clone(), norm, factor=0.5)
+    rounded, added = OURS.add_norm_rounded(x, residual, norm, rounding, factor=0.5)
+    assert torch.equal(added, total)
+    gated = OURS.gate(gate_up, Activation.SILU)
+    for found, rows in (
+        (rounded, normed),
+        (OURS.gate_rounded(gate_up, Activation.SILU, rounding), gated),
+    ):
+        expected = round_activations(rows, rounding)
+        assert torch.equal(found.scales, expected.scales)
+        assert found.dtype == DTYPE
+        assert found.codes.shape == rows.shape
+        if ON_GPU:  # the interpreter encodes e4m3 otherwise
+            assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
 def test_steps_without_tokens_launch_nothing() -> None:

@@ -11,8 +11,10 @@ import triton
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kvant.weights import choose
 from kvant.weights.codecs import encode
 from kvant.weights.format import FP8_BLOCK, INT8_CHANNEL, NVFP4, Q4_1, Q4_K, Q6_K, int4_groups
+from kvant.weights.rounding import Rounding
 from kvant.weights.triton import product
 from kvant.weights.triton.product import Stripe, Tiles
 from tests.engine.interpreted.compiled import H200, type_of
@@ -58,10 +60,12 @@ def main() -> None:
                 product.rows_decoded(weight, torch.zeros(3, dtype=torch.int64), dtype)
     weight = encode(torch.randn(128, 4096), FP8_BLOCK)
     for tokens in (64, 512):
-        codes, scales = product.rounded_groups(torch.empty(tokens, 4096, dtype=torch.bfloat16), 128)
-        product.of_blocks(codes, scales, weight, torch.empty(tokens, 128, dtype=torch.bfloat16))
-    product.rounded(torch.empty(512, 4096, dtype=torch.bfloat16))
-    product.rounded_by(torch.empty(512, 4096, dtype=torch.bfloat16), torch.ones(1))
+        wide = torch.empty(tokens, 4096, dtype=torch.bfloat16)
+        for rounding in (Rounding(), Rounding(group=128), Rounding(scale=torch.ones(1))):
+            made = choose.round_activations(wide, rounding)
+            if rounding.group:
+                out = torch.empty(tokens, 128, dtype=torch.bfloat16)
+                product.of_blocks(made.codes, made.scales, weight, out)
     weight = encode(torch.randn(128, 4096), INT8_CHANNEL)
     product.tiled(x, weight, x[0, :128], Tiles(128, 128, 128, 1, 3, 8))
 

@@ -7,8 +7,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from kvant.weights import choose
 from kvant.weights.blocks import read_blocks
-from kvant.weights.codecs import NarrowWeight, decode, encode, round_by, round_groups, rows_of
+from kvant.weights.codecs import (
+    NarrowWeight,
+    decode,
+    encode,
+    round_activations,
+    round_groups,
+    rows_of,
+)
 from kvant.weights.format import (
     BLOCK_TYPES,
     FP8_BLOCK,
@@ -26,14 +34,13 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
+from kvant.weights.rounding import Rounding
 from kvant.weights.triton.product import (
     Stripe,
     Tiles,
     decoded,
     of_blocks,
     one,
-    rounded_by,
-    rounded_groups,
     rows_decoded,
     tiled,
 )
@@ -140,18 +147,25 @@ def test_codes_times_blocks(tokens: int) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter encodes e4m3 otherwise")
-def test_rounding_groups_is_the_definition() -> None:
-    x = torch.randn(70, 384, device=DEVICE).to(DTYPE)
-    codes, scales = rounded_groups(x, 128)
-    expected = round_groups(x, 128)
-    assert torch.equal(codes.view(torch.uint8), expected[0])
-    assert torch.equal(scales, expected[1])
+@pytest.mark.parametrize("rounding", [Rounding(), Rounding(128), Rounding(scale=torch.ones(1))])
+def test_numbers_that_overflowed_stay_visible(rounding: Rounding) -> None:
+    x = torch.randn(3, 384, device=DEVICE).to(DTYPE)
+    x[0, 7], x[1, 200] = torch.nan, torch.inf
+    given = Rounding(rounding.group, None if rounding.scale is None else rounding.scale.to(DEVICE))
+    codes = choose.round_activations(x, given).codes.float()
+    assert codes[0, 7].isnan()
+    assert codes[1, 200].isnan() or rounding.scale is not None  # saturates under a given scale
+    assert codes[2].isfinite().all()
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter encodes e4m3 otherwise")
-def test_rounding_by_a_stored_scale_is_the_definition() -> None:
+@pytest.mark.parametrize(
+    ("group", "scale"), [(0, None), (128, None), (0, 0.037), (0, 1.0), (0, 2.0**-7)]
+)
+def test_rounding_is_the_definition(group: int, scale: float | None) -> None:
     x = (torch.randn(70, 384, device=DEVICE) * torch.logspace(-3, 3, 384, device=DEVICE)).to(DTYPE)
-    for value in (0.037, 1.0, 2.0**-7):
-        scale = torch.tensor([value], device=DEVICE)
-        codes = rounded_by(x, scale).view(torch.uint8)
-        assert torch.equal(codes, round_by(x, scale))
+    x[3] = 0
+    rounding = Rounding(group, None if scale is None else torch.tensor([scale], device=DEVICE))
+    found, expected = choose.round_activations(x, rounding), round_activations(x, rounding)
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(found.scales, expected.scales)

@@ -26,7 +26,14 @@ from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm
-from kvant.models.fused.linear import DenseLinear, Linear, Multiply, multiply_for
+from kvant.models.fused.linear import (
+    DenseLinear,
+    Linear,
+    Multiply,
+    apply,
+    multiply_for,
+    rounding_for,
+)
 from kvant.models.fused.read import decoder_of, read_model
 from kvant.models.fused.recipe import Activation, Angles, NormKind, Pairing
 from kvant.models.fused.recipes import recipe_of
@@ -36,6 +43,7 @@ from kvant.models.recurrent.hook import run_mixer
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group, gather_logits
 from kvant.weights.linear import numbers_of_rows
+from kvant.weights.rounding import Rows
 
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds of rotary embeddings whose frequencies depend on a token's own position alone."""
@@ -50,12 +58,12 @@ _HEAD_NORMS = {
 class Products(Protocol):
     """How a step multiplies with stored weights."""
 
-    def plain(self, x: Tensor, linear: Linear) -> Tensor:
+    def plain(self, x: Rows, linear: Linear) -> Tensor:
         """x [T, columns] -> [T, rows]."""
         ...
 
-    def gated(self, x: Tensor, linear: Linear, activation: Activation) -> Tensor:
-        """activation(gate) * up of the product's rows, [T, rows / 2]."""
+    def gated(self, x: Rows, linear: Linear, activation: Activation, reader: Linear) -> Rows:
+        """activation(gate) * up of the product's rows, [T, rows / 2], as `reader` takes them."""
         ...
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:
@@ -69,14 +77,22 @@ class AnyProducts:
 
     kernels: Kernels
 
-    def plain(self, x: Tensor, linear: Linear) -> Tensor:
-        return linear(x)
+    def plain(self, x: Rows, linear: Linear) -> Tensor:
+        return apply(linear, x)
 
-    def gated(self, x: Tensor, linear: Linear, activation: Activation) -> Tensor:
-        return self.kernels.gate(linear(x), activation)
+    def gated(self, x: Rows, linear: Linear, activation: Activation, reader: Linear) -> Rows:
+        return gate(self.kernels, apply(linear, x), activation, reader)
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:
         return linear(x)
+
+
+def gate(kernels: Kernels, gate_up: Tensor, activation: Activation, reader: Linear) -> Rows:
+    """`Kernels.gate` of gate_up [T, 2 * width], rounded if `reader` multiplies rounded rows."""
+    rounding = rounding_for(reader, len(gate_up))
+    if rounding is None:
+        return kernels.gate(gate_up, activation)
+    return kernels.gate_rounded(gate_up, activation, rounding)
 
 
 def make(
@@ -210,10 +226,11 @@ class FusedDecoder:
         turns = self.turns(step)
         taps: dict[int, Tensor] = {}
         first = model.layers[0].attn_in
-        x = residual if first is None else kernels.norm(residual, first)
+        x: Rows = residual if first is None else kernels.norm(residual, first)
         for index, layer in enumerate(model.layers):
             last, is_summed, narrowed = index + 1 == len(model.layers), False, False
             if isinstance(layer, MixerLayer):
+                assert isinstance(x, Tensor)
                 y = run_mixer(
                     layer.mixer, x, call, index,
                     lambda x, w, b: products.plain(x, DenseLinear(w, b, self._multiply)),
@@ -221,6 +238,7 @@ class FusedDecoder:
             else:
                 gate: Tensor | None = None
                 if isinstance(layer, LatentLayer):
+                    assert isinstance(x, Tensor)
                     q = self.enter_latent(index, x, layer, products, turns, call)
                 else:
                     qkv = products.plain(x, layer.qkv)
@@ -228,7 +246,8 @@ class FusedDecoder:
                 narrowed = last and step.wanted is not None and index not in layers
                 if narrowed:  # K and V are stored; later operations do not use the other rows
                     assert step.wanted is not None
-                    q, x, residual = q[logits_index], x[logits_index], residual[logits_index]
+                    q, residual = q[logits_index], residual[logits_index]
+                    x = x[logits_index] if isinstance(x, Tensor) else x
                     gate = None if gate is None else gate[logits_index]
                     step = step.wanted
                 attended = self.attend(index, q, call, step)
@@ -241,8 +260,9 @@ class FusedDecoder:
                 y = y + self.feed_forward(x, layer.feed_forward, products)
             else:
                 x, residual = self._add_norm(
-                    y, residual, layer.ffn_in, before=layer.attn_out, factor=layer.factor
-                )
+                    y, residual, layer.ffn_in, before=layer.attn_out, factor=layer.factor,
+                    reader=_reader(layer.feed_forward),
+                )  # fmt: skip
                 y = self.feed_forward(x, layer.feed_forward, products)
             norm = model.norm if last else model.layers[index + 1].attn_in
             if index in layers:
@@ -254,10 +274,12 @@ class FusedDecoder:
             if last and not narrowed:
                 y, residual = y[logits_index], residual[logits_index]
             x, residual = self._add_norm(
-                y, residual, norm, before=layer.ffn_out, factor=layer.factor, is_summed=is_summed
-            )
+                y, residual, norm, before=layer.ffn_out, factor=layer.factor, is_summed=is_summed,
+                reader=None if last or model.parallel else _reader(model.layers[index + 1]),
+            )  # fmt: skip
             if index in layers and not last:
                 taps[index] = residual.clone()  # the next layers add to it in place
+        assert isinstance(x, Tensor)
         logits = self.finish(self._gathered(products.head(x, model.head)))
         return logits, tuple(taps[index] for index in layers)
 
@@ -270,8 +292,12 @@ class FusedDecoder:
         before: Norm | None,
         factor: float,
         is_summed: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """`Kernels.add_norm` of the sum of all ranks' x [T, width]; is_summed: x is the sum already."""
+        reader: Linear | None = None,
+    ) -> tuple[Rows, Tensor]:
+        """`Kernels.add_norm` of the sum of all ranks' x [T, width]; is_summed: x is the sum already.
+
+        reader: the only product that reads the normalised rows, which are rounded if it multiplies such rows.
+        """
         if self._ranks is not None and not is_summed:
             plain = before is None and factor == 1.0 and norm is not None
             if plain and norm is not None and norm.kind is NormKind.RMS and norm.weight is not None:
@@ -279,7 +305,12 @@ class FusedDecoder:
                 if found is not None:
                     return found
             x = self._ranks.group.sum(x)
-        return self.kernels.add_norm(x, residual, norm, before=before, factor=factor)
+        rounding = None if reader is None else rounding_for(reader, len(x))
+        if norm is None or rounding is None:
+            return self.kernels.add_norm(x, residual, norm, before=before, factor=factor)
+        return self.kernels.add_norm_rounded(
+            x, residual, norm, rounding, before=before, factor=factor
+        )
 
     def _gathered(self, logits: Tensor) -> Tensor:
         """Logits [n, this rank's rows of the head] of all ranks: [n, vocab_size]."""
@@ -300,10 +331,11 @@ class FusedDecoder:
             found = numbers_of_rows(table, input_ids, dtype)
         return found if self.model.embed_scale == 1.0 else found * self.model.embed_scale
 
-    def feed_forward(self, x: Tensor, layer: Dense | Experts, products: Products) -> Tensor:
+    def feed_forward(self, x: Rows, layer: Dense | Experts, products: Products) -> Tensor:
         """x [n, hidden_size], normalised -> [n, hidden_size]. Does not change x."""
         if isinstance(layer, Dense):
             return self._dense(x, layer, products)
+        assert isinstance(x, Tensor)
         found = self.experts.apply(x, self._logits_of(x, layer), layer)
         shared = layer.shared
         if shared is None:
@@ -323,12 +355,12 @@ class FusedDecoder:
             return torch.mm(x, weight.T, out_dtype=torch.float32)
         return self._multiply(x.to(torch.float32), weight.to(torch.float32), bias)
 
-    def _dense(self, x: Tensor, layer: Dense, products: Products) -> Tensor:
+    def _dense(self, x: Rows, layer: Dense, products: Products) -> Tensor:
         activation = layer.activation
         if not isinstance(activation, Activation):
             return products.plain(activation(products.plain(x, layer.up)), layer.down)
         if layer.gated:
-            return products.plain(products.gated(x, layer.up, activation), layer.down)
+            return products.plain(products.gated(x, layer.up, activation, layer.down), layer.down)
         x = self.kernels.activate(products.plain(x, layer.up), activation)
         return products.plain(x, layer.down)
 
@@ -413,6 +445,13 @@ class FusedDecoder:
             return latent.attend(q, layer, backend, cache, step, self._per_head)
         assert isinstance(layer, Layer)
         return backend.attend(cache, q, step, layer.params).reshape(len(q), -1)
+
+
+def _reader(part: Layer | LatentLayer | MixerLayer | Dense | Experts) -> Linear | None:
+    """The product that alone reads the normalised rows before this part; None if others read them too."""
+    if isinstance(part, Layer):
+        return part.qkv
+    return part.up if isinstance(part, Dense) else None
 
 
 def gates_of(qkv: Tensor, layer: Layer) -> Tensor | None:

@@ -12,12 +12,19 @@ from transformers import PreTrainedModel
 from kvant.attention.base import StepCall
 from kvant.kv.spec import KVPlan
 from kvant.models.forward_info import ForwardChoice
-from kvant.models.fused.decoder import FusedDecoder, fuse, gates_of
+from kvant.models.fused.decoder import FusedDecoder, fuse, gate, gates_of
 from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Norm
-from kvant.models.fused.linear import Apart, DenseLinear, Linear, NarrowProduct
+from kvant.models.fused.linear import (
+    Apart,
+    DenseLinear,
+    Linear,
+    NarrowProduct,
+    apply,
+    rounding_for,
+)
 from kvant.models.fused.recipe import Activation, NormKind
 from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.recurrent.hook import run_framed
@@ -26,6 +33,7 @@ from kvant.models.sharding.divide import Group
 from kvant.weights.choose import begin, few_serves, multiply_gated, warps_of_one
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda.few_rows import Act, Beside, Kind
+from kvant.weights.rounding import Rows
 
 
 def make(
@@ -239,17 +247,21 @@ class FewProducts:
     def __init__(self, few: FewRows, fused: FusedDecoder) -> None:
         self._few, self._kernels = few, fused.kernels
 
-    def plain(self, x: Tensor, linear: Linear) -> Tensor:
-        return self._few.ready(x, *numbers(linear)) if is_own(linear) else linear(x)
+    def plain(self, x: Rows, linear: Linear) -> Tensor:
+        if isinstance(x, Tensor) and is_own(linear):
+            return self._few.ready(x, *numbers(linear))
+        return apply(linear, x)
 
-    def gated(self, x: Tensor, linear: Linear, activation: Activation) -> Tensor:
-        if is_own(linear):
+    def gated(self, x: Rows, linear: Linear, activation: Activation, reader: Linear) -> Rows:
+        if isinstance(x, Tensor) and is_own(linear):
             return self._few.ready(x, *numbers(linear), gate=activation)
-        if isinstance(linear, NarrowProduct) and activation in _ACTS:
+        is_rounded = rounding_for(linear, len(x)) is not None
+        if isinstance(linear, NarrowProduct) and activation in _ACTS and not is_rounded:
+            assert isinstance(x, Tensor)
             found = multiply_gated(x, linear.weight, linear.bias, _ACTS[activation])
             if found is not None:
                 return found
-        return self._kernels.gate(linear(x), activation)
+        return gate(self._kernels, apply(linear, x), activation, reader)
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:
         if is_own(linear):

@@ -16,6 +16,8 @@ from kvant.models.fused.feed_forward import Apply, activate, call_directly
 from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.invariant.vectors import by_whole_vectors
+from kvant.weights.codecs import round_activations
+from kvant.weights.rounding import RoundedRows, Rounding
 
 
 class Kernels(Protocol):
@@ -38,6 +40,19 @@ class Kernels(Protocol):
 
         before: norm of x before it is added. norm: None for the sum itself twice. May reuse both.
         """
+        ...
+
+    def add_norm_rounded(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        rounding: Rounding,
+        *,
+        before: Norm | None = None,
+        factor: float = 1.0,
+    ) -> tuple[RoundedRows, Tensor]:
+        """`add_norm`, with the normalised rows [T, width] rounded to e4m3."""
         ...
 
     def rotate(
@@ -72,6 +87,12 @@ class Kernels(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(gate) * up of gate_up [T, 2 * width]."""
+        ...
+
+    def gate_rounded(
+        self, gate_up: Tensor, activation: Activation, rounding: Rounding
+    ) -> RoundedRows:
+        """`gate`, with its rows [T, width] rounded to e4m3."""
         ...
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
@@ -129,6 +150,19 @@ class TorchKernels:
         total = residual + (x if factor == 1.0 else x * factor)
         return (total if norm is None else self.norm(total, norm)), total
 
+    def add_norm_rounded(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        rounding: Rounding,
+        *,
+        before: Norm | None = None,
+        factor: float = 1.0,
+    ) -> tuple[RoundedRows, Tensor]:
+        normed, total = self.add_norm(x, residual, norm, before=before, factor=factor)
+        return round_activations(normed, rounding), total
+
     def rotate(
         self,
         qkv: Tensor,
@@ -164,6 +198,11 @@ class TorchKernels:
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate, activation, self._call) * up
+
+    def gate_rounded(
+        self, gate_up: Tensor, activation: Activation, rounding: Rounding
+    ) -> RoundedRows:
+        return round_activations(self.gate(gate_up, activation), rounding)
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         return activate(x, activation, self._call)

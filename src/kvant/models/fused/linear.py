@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvant.weights.codecs import NarrowWeight
-from kvant.weights.linear import multiply
+from kvant.weights.linear import multiply, rounding_of
+from kvant.weights.rounding import RoundedRows, Rounding, Rows
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
@@ -72,7 +73,7 @@ class NarrowProduct:
     def columns(self) -> int:
         return self.weight.columns
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         return multiply(
             x, self.weight, self.bias, alike=self.alike, rounds=self.rounds,
             input_scale=self.input_scale,
@@ -95,6 +96,23 @@ class Apart:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
+
+
+def apply(linear: Linear, x: Rows) -> Tensor:
+    """x [T, columns], rounded only where `rounding_for` says so -> [T, rows]."""
+    if isinstance(x, RoundedRows):
+        assert isinstance(linear, NarrowProduct), (
+            "only products of narrow weights read rounded rows"
+        )
+        return linear(x)
+    return linear(x)
+
+
+def rounding_for(linear: Linear, tokens: int) -> Rounding | None:
+    """Returns how the kernel before this product rounds `tokens` rows for it; None if it does not."""
+    if not isinstance(linear, NarrowProduct) or not linear.rounds:
+        return None
+    return rounding_of(linear.weight, tokens, linear.input_scale)
 
 
 def multiply_for(weight: Tensor) -> Multiply:

@@ -15,10 +15,14 @@ from kvant.models.fused.kernels import TorchKernels
 from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.fused.triton_latent import rotate_latent
+from kvant.weights.rounding import RoundedRows, Rounding
+from kvant.weights.triton.kernels import saturated
 
 _NONE, _RMS, _RMS_WIDE, _RMS_ONE, _LAYER, _LAYER_ONE = (
     tl.constexpr(i) for i in (-1, 0, 1, 2, 3, 4)
 )
+_EXACT, _BY_ROW, _BY_GROUP, _BY_SCALE = (tl.constexpr(i) for i in range(4))
+"""How a row is rounded to e4m3: not at all, by a scale of its own, of each GROUP numbers, or a given one."""
 _KINDS = {
     NormKind.RMS: _RMS, NormKind.RMS_WIDE: _RMS_WIDE, NormKind.RMS_ONE: _RMS_ONE,
     NormKind.LAYER: _LAYER, NormKind.LAYER_ONE: _LAYER_ONE,
@@ -59,6 +63,20 @@ class TritonKernels:
         self._norm(x, residual, x, norm, before, factor, add=True)
         return (residual if norm is None else x), residual
 
+    def add_norm_rounded(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        norm: Norm,
+        rounding: Rounding,
+        *,
+        before: Norm | None = None,
+        factor: float = 1.0,
+    ) -> tuple[RoundedRows, Tensor]:
+        made = rounding.empty(x)
+        self._norm(x, residual, x, norm, before, factor, add=True, rounded=(made, rounding))
+        return made, residual
+
     def _norm(
         self,
         x: Tensor,
@@ -69,15 +87,17 @@ class TritonKernels:
         factor: float,
         *,
         add: bool,
+        rounded: tuple[RoundedRows, Rounding] | None = None,
     ) -> None:
         width = x.shape[-1]
         rows = x.numel() // width
         if rows == 0:
             return
         _add_norm[(rows,)](
-            x, residual, out, *_of(norm), *_of(before), factor,
+            x, residual, out, *_of(norm), *_of(before), factor, *_places(rounded),
             WIDTH=width, PAD=triton.next_power_of_2(width), ADD=add, FACTOR=factor != 1.0,
-            KIND=_kind(norm), BEFORE=_kind(before), num_warps=_warps(width), **self._ahead,
+            KIND=_kind(norm), BEFORE=_kind(before), **_how(rounded), num_warps=_warps(width),
+            **self._ahead,
         )  # fmt: skip
 
     def rotate(
@@ -142,6 +162,14 @@ class TritonKernels:
         tokens, both = gate_up.shape
         return self._activate(gate_up, gate_up.new_empty(tokens, both // 2), activation, gated=True)
 
+    def gate_rounded(
+        self, gate_up: Tensor, activation: Activation, rounding: Rounding
+    ) -> RoundedRows:
+        out = gate_up[:, : gate_up.shape[1] // 2]  # its shape only: nothing is written
+        made = rounding.empty(out)
+        self._activate(gate_up, out, activation, gated=True, rounded=(made, rounding))
+        return made
+
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         return self._activate(x, torch.empty_like(x), activation, gated=False)
 
@@ -160,15 +188,41 @@ class TritonKernels:
     def tanh(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
 
-    def _activate(self, x: Tensor, out: Tensor, activation: Activation, *, gated: bool) -> Tensor:
+    def _activate(
+        self,
+        x: Tensor,
+        out: Tensor,
+        activation: Activation,
+        *,
+        gated: bool,
+        rounded: tuple[RoundedRows, Rounding] | None = None,
+    ) -> Tensor:
         tokens, width = out.shape
-        block = 1024
+        # The scale of a row needs its largest number, so one program has the whole row.
+        whole = rounded is not None and rounded[1].is_by_row
+        block = min(triton.next_power_of_2(width), 4096) if whole else 1024
         if tokens:
-            _gate[(tokens, triton.cdiv(width, block))](
-                x, out, WIDTH=width, BLOCK=block, ACTIVATION=ACTIVATIONS[activation], GATED=gated,
-                num_warps=4, **self._ahead,
+            _gate[(tokens, 1 if whole else triton.cdiv(width, block))](
+                x, out, *_places(rounded), WIDTH=width, BLOCK=block,
+                ACTIVATION=ACTIVATIONS[activation], GATED=gated, **_how(rounded),
+                num_warps=16 if block > 2048 else 4, **self._ahead,
             )  # fmt: skip
         return out
+
+
+def _places(rounded: tuple[RoundedRows, Rounding] | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if rounded is None else (rounded[0].codes, rounded[0].scales)
+
+
+def _how(rounded: tuple[RoundedRows, Rounding] | None) -> dict[str, int]:
+    if rounded is None:
+        return {"ROUND": _EXACT.value, "GROUP": 1}
+    rounding = rounded[1]
+    if rounding.scale is not None:
+        return {"ROUND": _BY_SCALE.value, "GROUP": 1}
+    if rounding.group:
+        return {"ROUND": _BY_GROUP.value, "GROUP": rounding.group}
+    return {"ROUND": _BY_ROW.value, "GROUP": 1}
 
 
 def _warps(width: int) -> int:
@@ -234,10 +288,44 @@ def _normed(x, w, b, mask, width, eps, KIND: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _store_rounded(y, codes, scales, row, first, WIDTH: tl.constexpr, PAD: tl.constexpr,
+                   ROUND: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+    """Store PAD numbers y, float32, of a row from column `first` on, as `weights.codecs.round_rows` rounds.
+
+    codes: [T, WIDTH] e4m3. scales: [T, 1]; [T, WIDTH / GROUP] by group; [1], which is read, by scale. y is 0
+    outside of the row.
+    """
+    c = first + tl.arange(0, PAD)
+    if ROUND == _BY_GROUP:
+        GROUPS: tl.constexpr = PAD // GROUP
+        count: tl.constexpr = WIDTH // GROUP
+        parts = tl.reshape(y, (GROUPS, GROUP))
+        scale = tl.max(tl.abs(parts), 1) / 448.0
+        scale = tl.where(scale > 0, scale, 1.0)
+        g = first // GROUP + tl.arange(0, GROUPS)
+        tl.store(scales + row * count + g, scale, mask=g < count)
+        shares = tl.div_rn(parts, tl.broadcast_to(scale[:, None], (GROUPS, GROUP)))
+        shares = tl.reshape(shares, (PAD,))
+    elif ROUND == _BY_ROW:
+        scale = tl.max(tl.abs(y), 0) / 448.0
+        scale = tl.where(scale > 0, scale, 1.0)
+        tl.store(scales + row, scale)
+        shares = tl.div_rn(y, scale)
+    else:
+        shares = tl.div_rn(y, tl.load(scales))
+    tl.store(codes + row * WIDTH + c, saturated(shares).to(codes.dtype.element_ty), mask=c < WIDTH)
+
+
+@triton.jit
 def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, before_eps, factor,
+              codes, scales,
               WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, FACTOR: tl.constexpr,
-              KIND: tl.constexpr, BEFORE: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: one row. Weights, which no kernel writes, are loaded before the wait."""
+              KIND: tl.constexpr, BEFORE: tl.constexpr, ROUND: tl.constexpr, GROUP: tl.constexpr,
+              AHEAD: tl.constexpr):  # fmt: skip
+    """Program: one row. Weights, which no kernel writes, are loaded before the wait.
+
+    The normalised row goes to `out`, or, where it is rounded, to codes and scales: see `_store_rounded`.
+    """
     if AHEAD:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * WIDTH
@@ -263,7 +351,13 @@ def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, b
         value = total.to(tl.float32)
     if KIND != _NONE:
         y = _normed(value, w, b, mask, WIDTH, eps, KIND, dtype)
-        tl.store(out + row + c, y.to(dtype), mask=mask)
+        if ROUND == _EXACT:
+            tl.store(out + row + c, y.to(dtype), mask=mask)
+        else:
+            y = tl.where(mask, y, 0.0)
+            _store_rounded(
+                y, codes, scales, tl.program_id(0).to(tl.int64), 0, WIDTH, PAD, ROUND, GROUP
+            )
 
 
 @triton.jit
@@ -359,13 +453,10 @@ def _rotate(qkv, stride, cos, sin, q_weight, k_weight, eps,
 
 
 @triton.jit
-def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
-          GATED: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    if AHEAD:
-        gdc_launch_dependents()
-        gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+def _gated(x, token, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+           GATED: tl.constexpr):  # fmt: skip
+    """BLOCK activated numbers of a row from column `first` on: rounded to x's dtype, as float32; 0 behind."""
+    c = first + tl.arange(0, BLOCK)
     mask = c < WIDTH
     row = 2 * WIDTH if GATED else WIDTH
     value = tl.load(x + token * row + c, mask=mask, other=0.0)
@@ -373,7 +464,41 @@ def _gate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.const
     y = activated(value.to(tl.float32), ACTIVATION, dtype)
     if GATED:
         y *= tl.load(x + token * row + WIDTH + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + token * WIDTH + c, y.to(dtype), mask=mask)
+    return tl.where(mask, y.to(dtype).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+          GATED: tl.constexpr, ROUND: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Program: BLOCK numbers of a row, to `out` or rounded: see `_store_rounded`.
+
+    Where a row's scale is its own, a program has the whole row. It reads it twice, the second time from a cache.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    if ROUND == _BY_ROW:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for first in tl.static_range(0, WIDTH, BLOCK):
+            y = _gated(x, token, first, WIDTH, BLOCK, ACTIVATION, GATED)
+            largest = tl.maximum(largest, tl.abs(y))
+        scale = tl.max(largest, 0) / 448.0
+        scale = tl.where(scale > 0, scale, 1.0)
+        tl.store(scales + token, scale)
+        for first in tl.static_range(0, WIDTH, BLOCK):
+            shares = tl.div_rn(_gated(x, token, first, WIDTH, BLOCK, ACTIVATION, GATED), scale)
+            c = first + tl.arange(0, BLOCK)
+            rounded = saturated(shares).to(codes.dtype.element_ty)
+            tl.store(codes + token * WIDTH + c, rounded, mask=c < WIDTH)
+    else:
+        first = tl.program_id(1) * BLOCK
+        c = first + tl.arange(0, BLOCK)
+        y = _gated(x, token, first, WIDTH, BLOCK, ACTIVATION, GATED)
+        if ROUND == _EXACT:
+            tl.store(out + token * WIDTH + c, y.to(out.dtype.element_ty), mask=c < WIDTH)
+        else:
+            _store_rounded(y, codes, scales, token, first, WIDTH, BLOCK, ROUND, GROUP)
 
 
 @triton.jit

@@ -360,6 +360,13 @@ def decode_tile(
 
 
 @triton.jit
+def saturated(x):
+    """x [..], float32, with at most the largest magnitude of e4m3; NaN stays NaN."""
+    low = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(low, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
     """Program: one row of x [T, COLUMNS] to e4m3 codes and its scale."""
     row = tl.program_id(0).to(tl.int64)
@@ -369,8 +376,8 @@ def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
     scale = tl.max(tl.abs(values), 0) / 448.0
     scale = tl.where(scale > 0, scale, 1.0)
     tl.store(scales + row, scale)
-    fitting = tl.minimum(tl.maximum(tl.div_rn(values, scale), -448.0), 448.0)
-    tl.store(codes + row * COLUMNS + c, fitting.to(codes.dtype.element_ty), mask=there)
+    shares = tl.div_rn(values, scale)
+    tl.store(codes + row * COLUMNS + c, saturated(shares).to(codes.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -379,8 +386,8 @@ def round_by(x, codes, scale, COUNT, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < COUNT
     values = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
-    fitting = tl.minimum(tl.maximum(tl.div_rn(values, tl.load(scale)), -448.0), 448.0)
-    tl.store(codes + at, fitting.to(codes.dtype.element_ty), mask=there)
+    shares = tl.div_rn(values, tl.load(scale))
+    tl.store(codes + at, saturated(shares).to(codes.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -398,8 +405,8 @@ def round_groups(x, codes, scales, COLUMNS, GROUP: tl.constexpr, GROUPS: tl.cons
     scale = tl.max(tl.abs(values), 1) / 448.0
     scale = tl.where(scale > 0, scale, 1.0)
     tl.store(scales + row * count + g, scale, mask=there)
-    fitting = tl.minimum(tl.maximum(tl.div_rn(values, scale[:, None]), -448.0), 448.0)
-    tl.store(codes + at, fitting.to(codes.dtype.element_ty), mask=there[:, None])
+    shares = tl.div_rn(values, scale[:, None])
+    tl.store(codes + at, saturated(shares).to(codes.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit

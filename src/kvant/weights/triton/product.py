@@ -165,36 +165,32 @@ def _block_layout(weight: NarrowWeight) -> dict[str, int]:
     }
 
 
-def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, columns] as float8_e4m3fn of the same shape, and a float32 scale a row [T, 1]."""
+def round_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Rounds x [T, columns], contiguous, by a scale a row: codes like x, float8_e4m3fn; scales [T, 1]."""
     tokens, columns = x.shape
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(columns)
     kernels.round_row[(tokens,)](
-        x, codes, scales, columns, BLOCK=triton.next_power_of_2(columns), num_warps=8
+        x, codes, scales, columns, BLOCK=block, num_warps=16 if block > 8192 else 8
     )
-    return codes, scales
 
 
-def rounded_by(x: Tensor, scale: Tensor) -> Tensor:
-    """x [T, columns], contiguous, over a scale, float32 [1], as float8_e4m3fn of the same shape."""
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+def round_by(x: Tensor, scale: Tensor, codes: Tensor) -> None:
+    """Rounds x [T, columns], contiguous, by one scale, float32 [1]. codes: like x, float8_e4m3fn."""
     block = 4096
     kernels.round_by[(triton.cdiv(x.numel(), block),)](
         x, codes, scale, x.numel(), BLOCK=block, num_warps=8
     )
-    return codes
 
 
-def rounded_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """x [T, columns] as float8_e4m3fn, and a float32 scale for each `group` numbers [T, columns / group]."""
+def round_groups(x: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
+    """Rounds x [T, columns], contiguous, by a scale for each `group` numbers.
+
+    codes: like x, float8_e4m3fn. scales: [T, columns / group] float32.
+    """
     tokens, columns = x.shape
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(tokens, columns // group, dtype=torch.float32, device=x.device)
     kernels.round_groups[(tokens, triton.cdiv(columns // group, 16))](
         x, codes, scales, columns, GROUP=group, GROUPS=16, num_warps=4
     )
-    return codes, scales
 
 
 def of_blocks(x: Tensor, scales: Tensor, weight: NarrowWeight, out: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Activations in 8-bit floats: how they are rounded, and rows that are rounded already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Activations [T, columns] as products of 8-bit floats read them.
+
+    codes: [T, columns] float8_e4m3fn. scales: float32, [T, 1] for rows, [T, columns / group] for groups of a
+    row, [1] for all numbers. dtype: of the activations before they were rounded, and of products with them.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+
+Rows = Tensor | RoundedRows
+"""Activations [T, columns], rounded or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How activations are rounded to e4m3; see `kvant.weights.codecs.round_rows`.
+
+    group: neighbours of a row that share a scale; 0 for the whole row. scale: float32 [1], the scale of all
+    numbers, or None for scales that fit each row or group.
+    """
+
+    group: int = 0
+    scale: Tensor | None = None
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether a scale depends on all numbers of a row."""
+        return self.scale is None and not self.group
+
+    def empty(self, x: Tensor) -> RoundedRows:
+        """Uninitialised codes and scales for x [T, columns]; a given scale is taken as it is."""
+        tokens, columns = x.shape
+        codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+        scales = self.scale
+        if scales is None:
+            count = columns // self.group if self.group else 1
+            scales = torch.empty(tokens, count, dtype=torch.float32, device=x.device)
+        return RoundedRows(codes, scales, x.dtype)

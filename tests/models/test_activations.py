@@ -148,3 +148,12 @@ def test_scales_that_no_file_has_cannot_be_asked_for() -> None:
     with pytest.raises(NotServable) as caught:
         choose(facts_of(BLOCKS), Activations.FP8_STATIC)
     assert "does not have a scale of activations" in str(caught.value.why)
+
+
+def test_decoded_weights_are_multiplied_as_the_plan_says() -> None:
+    cpu = facts_of(STATIC, device=DeviceFacts(DeviceKind.CPU), compute=ComputeDtype.FLOAT32)
+    found = with_activations(ForwardChoice(None), None, cpu)
+    assert found.activations is None
+    assert found.activations_because.startswith("float32, though the checkpoint declares 8-bit")
+    assert "decoded" in found.activations_because
+    assert with_activations(ForwardChoice(None), None, facts_of()).activations_because == ""

@@ -9,7 +9,7 @@ from kvant.errors import NotServable, WayOut
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.quantization import Activations, Quantization
-from kvant.models.stored import Stored, lists_experts
+from kvant.models.stored import Stored, declared_activations, lists_experts
 from kvant.weights.format import Code, Scale
 
 _FP8 = (Activations.FP8, Activations.FP8_STATIC)
@@ -62,9 +62,14 @@ def _decide(
     if method is not None and method.rounds_activations:
         because = f"fp8 {_DYNAMIC}, from --quantization {method.value}"
         return replace(forward, activations=Activations.FP8, activations_because=because)
-    if stored is None or not stored.activations:
+    said = declared_activations(facts.config) if stored is None else stored.activations
+    if not said:
         return forward
-    declared = f"the checkpoint declares {stored.activations}"
+    declared = f"the checkpoint declares {said}"
+    if stored is None:
+        why = "its weights are decoded while they are loaded"
+        because = f"{facts.compute.value}, though {declared}: {why}"
+        return replace(forward, activations_because=because)
     wanted = stored.rounding
     refusal = None if wanted is None else _refuse_fp8(forward, facts, wanted)
     if wanted is not None and refusal is None:

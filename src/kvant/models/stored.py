@@ -106,6 +106,14 @@ def read_stored(
     return _declared(config)
 
 
+def declared_activations(config: Mapping[str, Any]) -> str:
+    """What a checkpoint with narrow weights declares about activations, "" for nothing. On any device."""
+    if not isinstance(config.get("quantization_config"), Mapping):
+        return ""
+    found = _declared(config)
+    return found.activations if isinstance(found, Stored) else ""
+
+
 def _blocks_on(device: DeviceFacts, compute: ComputeDtype | None) -> NotStored | None:
     """Why GGUF's blocks do not run as they are stored on this device, or None."""
     if device.kind is DeviceKind.CPU:

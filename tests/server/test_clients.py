@@ -42,6 +42,7 @@ def stream(server: Server, path: str, **more: Any) -> list[Any]:
         ({"json_schema": {"type": "integer", "minimum": 0, "maximum": 99}}, "[0-9]{1,2}"),
         ({"json_schema": '{"enum": [7]}'}, "7"),
         ({"grammar": 'root ::= "ab" [0-9]'}, "ab[0-9]"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 42}}}, "42"),
         ({"ebnf": 'root ::= ("x" | "y") "z"'}, "[xy]z"),
         ({"guided_grammar": 'root ::= "q" "r"?'}, "qr?"),
         ({"structured_outputs": {"grammar": 'start: "lark"'}}, "lark"),

@@ -189,6 +189,14 @@ def test_large_wrong_bodies_are_refused_quickly() -> None:
             '{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "xml"}}',
             "response_format.type: expected one of 'json_object', 'json_schema', 'text'",
         ),
+        (
+            '{"messages": [], "response_format": {"type": "json_object", "shape": {}}}',
+            "response_format.shape: this endpoint has no such parameter",
+        ),
+        (
+            '{"messages": [], "stream": true, "stream_options": {"with_usage": true}}',
+            "stream_options.with_usage: this endpoint has no such parameter",
+        ),
         ('{"messages": [],}', "the body is not valid JSON: trailing comma in object (byte 16)"),
         ('{"messages": [', "the body is not valid JSON: input data was truncated"),
     ],

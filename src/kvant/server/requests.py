@@ -175,6 +175,8 @@ def _where(message: str, model: type[Any]) -> tuple[str | None, str]:
     path = path.rstrip("`").removeprefix("$").split("[...]")[0].lstrip(".")
     if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
         return f"{path}.{missing[1]}".lstrip("."), "this field is required"
+    if unknown := re.fullmatch(r"Object contains unknown field `(.+)`", text, re.DOTALL):
+        return f"{path}.{shown(unknown[1])}".lstrip("."), "this endpoint has no such parameter"
     if text.startswith("Invalid enum value"):
         allowed = sorted(_choices(msgspec.inspect.type_info(model), re.sub(r"\[\d+\]", "", path)))
         text = f"expected one of {', '.join(map(repr, allowed))}"
@@ -492,7 +494,11 @@ def _of_response_format(given: ResponseFormat) -> Iterator[StructuredOutputs]:
     name = "response_format"
     if given.json_schema is not None and given.type != "json_schema":
         raise bad_request(f"{name}: json_schema does not belong to type {given.type}", name)
-    if given.type == "json_object":
+    if given.schema is not None and given.type != "json_object":
+        raise bad_request(f"{name}: schema belongs to type json_object", f"{name}.schema")
+    if given.schema is not None:
+        yield StructuredOutputs(json=_schema(given.schema, name), asked_as=name)
+    elif given.type == "json_object":
         yield StructuredOutputs(json_object=True, asked_as=name)
     elif given.type == "json_schema":
         if given.json_schema is None:

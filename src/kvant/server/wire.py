@@ -72,21 +72,27 @@ class NamedTool(Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
-class StreamOptions(Struct, frozen=True):
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """include_obfuscation: OpenAI's padding of events, which has no effect here."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class JsonSchema(Struct, frozen=True):
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class ResponseFormat(Struct, frozen=True):
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """schema: llama.cpp's name for the schema of type json_object."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
 
 
 class StructuredBody(Struct, frozen=True):

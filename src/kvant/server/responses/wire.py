@@ -50,7 +50,7 @@ class ToolChoice(Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
 
-class Format(Struct, frozen=True):
+class Format(Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     schema: dict[str, Any] | None = None
     name: str | None = None

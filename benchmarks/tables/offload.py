@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks.tables import Cells, table
@@ -36,6 +37,9 @@ def restores(run: Any) -> Cells:
         ["large copies over the bus, GB/s", f"{rate[1] / 1e9:.1f}"],
         ["p99 of a step of running answers, ms", f"{gaps['without']['p99'] * 1e3:.1f}"],
         ["the same beside restores, ms", f"{gaps['beside_restores']['p99'] * 1e3:.1f}"],
+        ["slowest step of a restore, and of a request whose pages are still there, ms (medians)",
+         " / ".join(f"{statistics.median(gaps['slowest_of_each'][name]) * 1e3:.1f}"
+                    for name in ("restored", "on_device"))],
         ["p50 without and beside, ms",
          f"{gaps['without']['p50'] * 1e3:.1f} / {gaps['beside_restores']['p50'] * 1e3:.1f}"],
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""How products with narrow weights round what they multiply: asked, or declared by a checkpoint. No torch."""
+"""Chooses how products with narrow weights round activations: by a flag or the checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DYNAMIC = "by token, or by 128 inputs with weights in blocks, in steps of more 
 def with_activations(
     forward: ForwardChoice, asked: Activations | None, facts: ForwardFacts
 ) -> ForwardChoice:
-    """The choice with its activations and who decided them.
+    """Returns `forward` with its rounding of activations, and with what decided it.
 
-    A flag wins over a checkpoint's declaration. NotServable, with ways out, where products cannot round as a
-    flag asks. A declaration that cannot be followed leaves 16 bits, and the choice says why. Scales of
-    activations stay in the files unless products use them.
+    A flag wins over a checkpoint's declaration. Raises NotServable, with ways out, if products cannot do as
+    it asks. With a declaration that they cannot follow, activations keep 16 bits, and the choice says
+    why. Scales of activations are only read if products use them.
     """
     chosen = _decide(forward, asked, facts)
     if chosen.stored is None or chosen.activations is Activations.FP8_STATIC:
@@ -84,7 +84,7 @@ def _way(asked: Activations) -> str:
 
 
 def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations) -> str | None:
-    """Why products do not round activations to 8-bit floats in this way, or None."""
+    """Returns why products cannot round activations to 8-bit floats as asked, or None."""
     static = asked is Activations.FP8_STATIC
     device = facts.device
     if device.kind is not DeviceKind.CUDA or device.arch < "sm_89":

@@ -1,4 +1,4 @@
-"""The transformers class that runs a config, and what its forward gives: for loading, probing and tests."""
+"""Finds the transformers class for a config, and sets its forward's outputs: to load, probe and test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from transformers import (
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """transformers' factory for a config: of language models first, else of models that see images too.
-
-    Without a class in either it is that of language models, whose error says so.
+    """Returns transformers' factory for a config: of language models if it has the class, else of image-text
+    models. If neither has it, returns that of language models, which raises the error.
     """
     kind = type(config)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -25,7 +24,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def settle_outputs(config: PreTrainedConfig) -> None:
-    """Let the forward of a config's model return an object, and nothing that only training asks for."""
+    """Makes the forward of a config's model return an object, without outputs that only training uses."""
     for part in (config, config.get_text_config(decoder=True)):
         part.return_dict = True
         if hasattr(part, "output_router_logits"):

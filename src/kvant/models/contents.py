@@ -1,4 +1,4 @@
-"""What a model's weight files contain, as one digest that does not depend on their place."""
+"""Computes a digest of a model's weight files, which does not depend on their directory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PIECE = 16 << 20
 
 
 def contents_digest(directory: Path) -> str:
-    """Digest of the bytes of all weight files of a model's directory, in the order of their names.
+    """Returns a digest of the bytes of all weight files in a model's directory, in the order of their names.
 
-    It tells models apart that people would confuse; it is no defence against files made to collide.
+    It detects models that were confused by mistake, but not files that were made to collide.
     Reads every file: seconds for tens of gigabytes that were just loaded.
     """
     found = xxhash.xxh3_128()

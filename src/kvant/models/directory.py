@@ -1,6 +1,6 @@
-"""What a directory in transformers' format holds, and why Kvant would not load the model in it.
+"""Checks a directory in transformers' format, and why Kvant would not load the model in it.
 
-Only names, sizes, JSON and safetensors headers are looked at; no weights are read.
+Reads only names, sizes, JSON and safetensors headers, but no weights.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kvant.models.geometry.families import is_drafter
 CONFIG_NAME = "config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
-# Families published with their own code (`auto_map`) before transformers had them. If the classes
-# named there are the ones transformers has today, its own code serves, and is what runs.
+# Families that were published with their own code (`auto_map`) before transformers had them. If
+# `auto_map` names classes that transformers has today, those run instead.
 _ADOPTED = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
@@ -33,7 +33,7 @@ _ADOPTED = {
 
 
 def require_config(directory: Path) -> dict[str, Any]:
-    """The parsed config.json. Raises ModelNotFound if there is none, BadCheckpoint if broken."""
+    """Returns the parsed config.json. Raises ModelNotFound if it is missing, BadCheckpoint if broken."""
     if (directory / CONFIG_NAME).is_file():
         return read_json_object(directory / CONFIG_NAME)
     if (directory / "adapter_config.json").is_file():
@@ -49,7 +49,7 @@ def require_config(directory: Path) -> dict[str, Any]:
 
 
 def obstacle(directory: Path) -> BadCheckpoint | None:
-    """Why Kvant would not load the model in this directory, None if nothing is seen to prevent it.
+    """Returns why Kvant would not load the model in this directory, or None if no reason was found.
 
     Raises like `require_config`.
     """
@@ -58,7 +58,7 @@ def obstacle(directory: Path) -> BadCheckpoint | None:
 
 
 def remote_code(config: Mapping[str, Any], name: str) -> BadCheckpoint | None:
-    """The refusal of a checkpoint that brings its own Python code, None if it does not need to."""
+    """Returns the error of a checkpoint that needs its own Python code, or None for other checkpoints."""
     auto_map = config.get("auto_map")
     if not auto_map or is_drafter(config):  # a drafter's network is Kvant's own
         return None
@@ -81,12 +81,12 @@ def _adopted(model_type: str, auto_map: Mapping[str, Any]) -> bool:
 
 
 def as_obstacle(refusal: ConfigError) -> str:
-    """A refusal in the words of a plan, which does without what is refused."""
+    """Returns an error of loading as a text for a plan, which is possible in spite of it."""
     return f"can be planned, not loaded: {refusal.what} ({refusal.why})"
 
 
 def missing_weights(directory: Path) -> list[str]:
-    """Names of the weight files that are to be there and are not, model.safetensors without an
+    """Returns the missing weight files' names: of those in the index, or of model.safetensors if there is no
     index. Raises BadCheckpoint for a broken index."""
     index = directory / INDEX_NAME
     files = indexed_files(index) if index.is_file() else [SINGLE_NAME]
@@ -94,7 +94,7 @@ def missing_weights(directory: Path) -> list[str]:
 
 
 def indexed_files(index: Path) -> list[str]:
-    """The files a safetensors index names, each once. Raises BadCheckpoint when it is broken."""
+    """Returns the distinct files in a safetensors index. Raises BadCheckpoint if it is broken."""
     weight_map = read_json_object(index).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else ()
     files = sorted({str(name) for name in names})
@@ -149,5 +149,5 @@ def _no_safetensors(directory: Path) -> BadCheckpoint:
 
 
 def gguf_files(directory: Path) -> list[Path]:
-    """The .gguf files in a directory, by name."""
+    """Returns the .gguf files in a directory, sorted by name."""
     return sorted(file for file in directory.iterdir() if file.suffix.lower() == ".gguf")

@@ -1,4 +1,4 @@
-"""Find NaN and Inf in weights before anything is served."""
+"""Finds NaN and Inf in weights before anything is served."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MOST_NAMED = 5
 
 
 def check_finite(path: Path, module: nn.Module) -> None:
-    """Raise BadCheckpoint, naming the tensors, if a weight holds NaN or Inf.
+    """Raises BadCheckpoint, naming the tensors, if a weight has NaN or Inf.
 
-    Each weight is read once, at memory speed, and nothing is allocated. Eight-bit weights are left out:
-    what they were decoded from has no such numbers, or its decoder checks it.
+    Reads each weight once, at memory speed, without copies. Skips eight-bit weights: their source has no such
+    values, or its decoder checks it.
     """
     names, extremes = [], []
     for name, weight in module.named_parameters():

@@ -1,4 +1,4 @@
-"""What planning knows about a forward and about the model it would run. No torch."""
+"""Planning's facts about a forward and about the model that it would run. No torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvant.models.stored import Stored, read_blocks, read_stored, refuse_roundin
 
 @dataclass(frozen=True, slots=True)
 class ForwardFacts:
-    """One model on one device, as a forward is asked about it.
+    """A model on a device, by which a forward decides whether it can run it.
 
-    config: the model's config.json. quantization: weights are rounded while they are loaded.
-    batch_invariant: no row's result may depend on the rows beside it. num_ranks: how many share it.
+    config: the model's config.json. quantization: how weights are rounded while they are loaded.
+    batch_invariant: no row's result may depend on other rows. num_ranks: number of ranks that share it.
     """
 
     config: Mapping[str, Any]
@@ -36,7 +36,7 @@ class ForwardFacts:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the largest rounded weight once it is decoded, for products of many rows on a GPU."""
+        """Bytes of the largest narrow weight after decoding, for products of many rows on a GPU."""
         if not self.has_narrow:
             return 0
         text = self.config.get("text_config")
@@ -49,15 +49,15 @@ class ForwardFacts:
 
     @property
     def stored(self) -> Stored | None:
-        """How narrow weights of the checkpoint run as they are stored; None where they do not."""
+        """How the checkpoint's narrow weights run without being decoded; None if they are decoded."""
         if self.quantization is not None and read_blocks(self.config) is not None:
-            return None  # decoded, and rounded anew
+            return None  # blocks are decoded, then rounded as asked
         found = read_stored(self.config, self.device, self.compute)
         return found if isinstance(found, Stored) else None
 
     @property
     def refuse_rounding(self) -> str | None:
-        """Why `--quantization` cannot be had with layers whose weights are narrow; None if it can."""
+        """Why `--quantization` cannot replace this model's layers by narrow ones; None if it can."""
         if self.quantization is None:
             return None
         if self.on_cpu:
@@ -75,7 +75,7 @@ class ForwardFacts:
 
     @property
     def kept_codes(self) -> str | None:
-        """The method whose codes stay quantised in memory; None for weights that are numbers."""
+        """The method of weights that transformers keeps quantised in memory; None if there are none."""
         declared = self.config.get("quantization_config")
         if not isinstance(declared, Mapping) or self.stored is not None:
             return None
@@ -86,11 +86,11 @@ class ForwardFacts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardInfo:
-    """A forward as planning knows it.
+    """A forward's properties for planning.
 
-    module: where `make(module, plan, choice) -> Forward` is, which imports torch. refuse: returns
+    module: the module with `make(module, plan, choice) -> Forward`, which imports torch. refuse: returns
     why the forward cannot run the model, or None; it is pure and needs no device. extra_bytes: bytes
-    on the device beside weights and activations. rounds_itself: it wants the weights as they are, and
+    on the device besides weights and activations. rounds_itself: it takes unrounded weights, and
     rounds them for `--quantization`.
     """
 
@@ -111,12 +111,12 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
-    """The forward that runs a model, as the plan shows it and the loader makes it.
+    """The forward that runs a model, for the plan to show and the loader to make.
 
-    info: None for a model that can be planned and not run. refused: the faster forwards. stored: how
-    narrow weights of the checkpoint run as they are stored; None where they do not. activations: how
-    products with narrow weights round them; None for not at all. activations_because: that in words and who
-    decided it, "" where nothing did.
+    info: None for a model that can be planned but not run. refused: the faster forwards. stored: how the
+    checkpoint's narrow weights run without being decoded; None if they are decoded. activations: how products
+    with narrow weights round activations; None for not at all. activations_because: describes the rounding
+    and what decided it; "" if nothing did.
     """
 
     info: ForwardInfo | None

@@ -1,6 +1,6 @@
-"""From a GGUF header to transformers' words: config, generation config, and where each tensor goes.
+"""Translates a GGUF header to transformers' config, generation config, and names of tensors.
 
-Every hyper-parameter of the file must be understood, and every tensor must have a place with the
+Every hyper-parameter of the file must be known, and every tensor must have a place with the
 shape that the config implies: a wrong model is worse than a refusal. Key and tensor names are
 llama.cpp's (gguf-py `constants.py`); the results use the names of transformers' model classes.
 """
@@ -26,8 +26,8 @@ class Architecture:
 
     model_type, model_class: transformers' names.
     fixed: config keys that follow from the architecture alone.
-    rotary_pairs: llama.cpp stores the rows of Q and K so that rotary pairs lie next to each other.
-    qkv_bias, qk_norm: which tensors an attention layer has beyond the four projections.
+    rotary_pairs: llama.cpp stores the rows of Q and K so that rotary pairs are neighbours.
+    qkv_bias, qk_norm: whether an attention layer has these tensors besides the four projections.
     """
 
     model_type: str
@@ -50,8 +50,8 @@ ARCHITECTURES = {
     ),
 }  # fmt: skip
 
-# Known keys behind "<architecture>." in the metadata. Any other key could change what the model
-# computes, so it is refused.
+# Known keys after "<architecture>." in the metadata. Any other key is refused, since it could change
+# the model's results.
 _KNOWN_KEYS = frozenset(
     {
         "block_count",
@@ -71,21 +71,21 @@ _KNOWN_KEYS = frozenset(
         # Some converters write these, though they add no information:
         "expert_count",  # must be 0
         "expert_used_count",
-        "rope.scaling.original_context_length",  # Llama 3.1's; the factors themselves decide
+        "rope.scaling.original_context_length",  # Llama 3.1's; the file's factors are used instead
         "rope.scaling.finetuned",
     }
 )
 
-# Divisors of the rotary frequencies; they become part of the config, not of the weights.
+# A tensor of divisors of the rotary frequencies; they become part of the config.
 ROPE_FREQS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """The place of one GGUF tensor after import.
+    """Where one GGUF tensor is stored by the import.
 
-    name, shape: in the transformers checkpoint. rotary_heads: number of heads whose rows change
-    from rotary pairs to halves, 0 for none. stored_bytes: of blocks that are kept, None for float32.
+    name, shape: in the transformers checkpoint. rotary_heads: number of heads whose rows are reordered
+    from rotary pairs to halves, 0 for none. stored_bytes: bytes of kept blocks, None for float32.
     """
 
     name: str
@@ -95,7 +95,7 @@ class TensorPlace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes after import."""
+        """Bytes of the imported tensor."""
         if self.stored_bytes is not None:
             return self.stored_bytes
         return math.prod(self.shape) * FLOAT32_BYTES
@@ -103,7 +103,8 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class ImportedConfig:
-    """config: config.json's content. generation: generation_config.json's. places: by GGUF name."""
+    """The import of a header. config, generation: contents of config.json and generation_config.json. places:
+    by GGUF name."""
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
@@ -115,7 +116,7 @@ class ImportedConfig:
 
 
 def read_config(header: GGUFHeader, rope_freqs: tuple[float, ...] | None) -> ImportedConfig:
-    """Translate the header. rope_freqs: the numbers of the tensor `rope_freqs.weight`, if any.
+    """Translates the header. rope_freqs: the values of the tensor `rope_freqs.weight`, if any.
 
     Raises BadCheckpoint for an architecture or setting that Kvant does not import, and for a tensor
     that is missing, left over, or of another shape than the metadata says.
@@ -162,9 +163,9 @@ def read_config(header: GGUFHeader, rope_freqs: tuple[float, ...] | None) -> Imp
 
 
 class _Facts:
-    """Typed access to the metadata; a value of another type than expected is a malformed file.
+    """Typed access to the metadata. Raises BadCheckpoint for a value of another type than expected.
 
-    name: the file's architecture. Keys of text, count and number stand behind it.
+    name: the file's architecture, which prefixes the keys of `text`, `count` and `number`.
     """
 
     def __init__(self, header: GGUFHeader) -> None:
@@ -175,7 +176,7 @@ class _Facts:
         return malformed(self.header.path, why)
 
     def refuse(self, why: str) -> BadCheckpoint:
-        """The error of a file that Kvant does not import."""
+        """Returns the error of a file that Kvant does not import."""
         return BadCheckpoint(
             f"Kvant cannot import {self.header.path}",
             why=why,
@@ -221,7 +222,7 @@ class _Facts:
 
 
 def shortest_float32(value: float) -> float:
-    """Return the decimal number with the fewest digits that equals the float32.
+    """Returns the decimal number with the fewest digits that equals the float32.
 
     GGUF keeps numbers such as 1e-05 in float32, which reads back as 9.999999747378752e-06.
     """
@@ -294,7 +295,7 @@ def _rope(facts: _Facts, head_dim: int, rope_freqs: tuple[float, ...] | None) ->
 def _llama3_scaling(
     facts: _Facts, theta: float, head_dim: int, freqs: tuple[float, ...]
 ) -> dict[str, object]:
-    """Llama 3.1's scaling, which GGUF keeps as one divisor per rotary frequency.
+    """Returns Llama 3.1's scaling, which GGUF stores as one divisor per rotary frequency.
 
     The divisors are recomputed from the parameters of all published models of the family, and must
     agree up to float32 rounding. Formula: transformers' `_compute_llama3_parameters`.
@@ -329,7 +330,7 @@ def _token_ids(facts: _Facts, vocab: int) -> dict[str, int | None]:
 
 
 def _generation(facts: _Facts, tokens: dict[str, int | None], vocab: int) -> dict[str, Any]:
-    """Every token that ends an answer is an EOS for generation: end of text, of turn, of message."""
+    """Returns generation_config.json. Its EOS tokens are all that end an answer: of text, turn or message."""
     ends = [
         tokens["eos_token_id"],
         facts.token_id("eot", vocab),
@@ -347,7 +348,7 @@ def _generation(facts: _Facts, tokens: dict[str, int | None], vocab: int) -> dic
 def _places(
     architecture: Architecture, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, TensorPlace]]:
-    """Every tensor a file of this config must have, and no other."""
+    """Yields the GGUF names and places of exactly the tensors that a file of this config must have."""
     hidden, inner, vocab = (
         config[key] for key in ("hidden_size", "intermediate_size", "vocab_size")
     )

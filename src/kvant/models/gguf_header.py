@@ -1,7 +1,7 @@
-"""Reading the header of a GGUF file: metadata and the table of tensors, every length checked first.
+"""Reads the header of a GGUF file: metadata and the table of tensors, every length checked first.
 
-The file may be truncated, hostile, or no GGUF at all. So nothing is read, looped over or allocated
-before it is known to fit into the file. Specification: ggml's
+The file may be truncated, hostile, or not GGUF at all. So every length is compared with the file's
+size before anything is read, looped over or allocated. Specification: ggml's
 docs/gguf.md, versions 2 and 3. Little-endian only.
 
     magic "GGUF" | version u32 | tensors u64 | pairs u64 | pairs.. | tensor table.. | padding | data
@@ -67,8 +67,8 @@ MetadataValue = Scalar | tuple[Scalar, ...]
 class GGUFTensor:
     """One tensor of the file.
 
-    shape: outermost dimension first, as torch and numpy have it (the file says it reversed).
-    start, nbytes: where its bytes are, counted from the beginning of the file.
+    shape: outermost dimension first, as in torch and numpy (the file has the reverse order).
+    start, nbytes: the range of its bytes, from the beginning of the file.
     """
 
     name: str
@@ -89,7 +89,7 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Read the header of `path`. Raises BadCheckpoint, naming the file and what is wrong."""
+    """Reads the header of `path`. Raises BadCheckpoint, naming the file and its fault."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -102,7 +102,7 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def malformed(path: Path, why: str) -> BadCheckpoint:
-    """The error for a file that is no GGUF, or a broken one."""
+    """Returns the error for a file that is not GGUF, or a broken one."""
     return BadCheckpoint(
         f"cannot read {path} as GGUF",
         why=why,
@@ -111,7 +111,7 @@ def malformed(path: Path, why: str) -> BadCheckpoint:
 
 
 def _impostor(start: bytes) -> str | None:
-    """Name what a failed download left in the place of a model, or None."""
+    """Describes the other kind of file that a failed download left under the model's name, or None."""
     text = start.lstrip().lower()
     if text.startswith(b"version https://git-lfs"):
         return "it is a Git LFS pointer, not the file itself (`git lfs pull` in its repository)"
@@ -136,7 +136,7 @@ class _Reader:
         if version not in (2, 3):
             raise malformed(self._path, self._version_reason(int(version)))
         tensor_count, pair_count = int(self._scalar("Q")), int(self._scalar("Q"))
-        # The smallest pair: an empty key, a type, one byte. The smallest tensor entry: an empty
+        # The smallest pair has an empty key, a type and one byte. The smallest tensor entry has an empty
         # name, no dimensions, a type and an offset.
         self._expect_room(pair_count * 13, f"{pair_count} metadata entries")
         self._expect_room(tensor_count * 24, f"{tensor_count} tensors")

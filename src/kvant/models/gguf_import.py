@@ -1,4 +1,4 @@
-"""GGUF files, converted once to a directory in transformers' format: float32 safetensors and JSON.
+"""Converts GGUF files once to a directory in transformers' format: float32 safetensors and JSON.
 
 Dequantisation is the gguf package's. The result equals what transformers loads from the same file
 (`from_pretrained(..., gguf_file=)`), bit by bit, but it is computed once instead of at every start.
@@ -27,13 +27,13 @@ from kvant.models.gguf_header import GGUFHeader, GGUFTensor, malformed
 from kvant.models.local import Progress
 from kvant.weights.format import BLOCK_TYPES
 
-# Part of every cache key: raise it when the conversion of the same file changes.
+# Part of every cache key: increase it whenever the conversion of an unchanged file changes.
 CONVERTER_VERSION = 1
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 _SHARD_BYTES = 1 << 30
 _HASHED_WHOLE = 256 << 20
-_OTHER_FILES_BYTES = 32 << 20  # tokenizer and JSON, generously
+_OTHER_FILES_BYTES = 32 << 20  # upper bound for tokenizer and JSON files
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def import_gguf(
     progress: Progress | None = None,
     attribution: Attribution | None = None,
 ) -> Path:
-    """The directory in transformers' format that `path` was, or now is, converted to.
+    """Converts the file `path` unless that was done before. Returns the directory in transformers' format.
 
     blocks: matrices of `BLOCK_TYPES` keep their bytes, as uint8 [rows, bytes of a row], with rows in
     transformers' order; config.json names each matrix's type under `gguf_types`. Only Kvant reads that.
@@ -89,7 +89,7 @@ def import_gguf(
 
 
 def _keeping_blocks(header: GGUFHeader, imported: ImportedConfig) -> ImportedConfig:
-    """The import where matrices keep their blocks; config.json names the types of all that have some."""
+    """Returns an import that keeps `BLOCK_TYPES`. config.json names the type of every matrix in blocks."""
     places, types = dict(imported.places), {}
     for name, place in imported.places.items():
         tensor = header.tensors[name]
@@ -138,10 +138,10 @@ def _make_whole(
 
 
 def _fingerprint(path: Path) -> str:
-    """Sixteen hexadecimal digits that change with the file's content and with the converter.
+    """Returns sixteen hexadecimal digits that change with the file's content and with the converter.
 
-    Up to 256 MiB every byte counts. For larger files the header, size, time of change and 64 samples
-    count, since a plan has three seconds. Raises BadCheckpoint for a file that cannot be read.
+    Up to 256 MiB every byte is hashed. For larger files only header, size, time of change and 64 samples are,
+    since a plan has three seconds. Raises BadCheckpoint for a file that cannot be read.
     """
     try:
         facts = path.stat()
@@ -150,7 +150,7 @@ def _fingerprint(path: Path) -> str:
         raise BadCheckpoint(f"cannot read {path}", why=str(error)) from error
 
 
-@lru_cache(maxsize=8)  # a start asks several times; a changed file has another time
+@lru_cache(maxsize=8)  # a start calls this several times; a changed file has another time of change
 def _fingerprint_of(path: Path, size: int, mtime_ns: int) -> str:
     digest = hashlib.sha256(f"kvant gguf import {CONVERTER_VERSION}\n".encode())
     digest.update(size.to_bytes(8, "little"))
@@ -183,8 +183,8 @@ def _write_configs(directory: Path, imported: ImportedConfig) -> None:
 
 
 def _shards(places: Mapping[str, TensorPlace]) -> dict[str, list[str]]:
-    """Weight file name to GGUF tensor names: one file, or several of about a GiB (the memory that
-    a conversion takes)."""
+    """Returns the GGUF tensor names of each weight file: one file, or several of about 1 GiB (the memory that
+    a conversion needs)."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, place in places.items():
@@ -231,7 +231,7 @@ def _write_weights(
 def _converted(
     header: GGUFHeader, places: Mapping[str, TensorPlace], names: list[str]
 ) -> Iterator[tuple[TensorPlace, npt.NDArray[Any]]]:
-    """float32 [*shape], or blocks uint8 [rows, bytes of a row]."""
+    """Yields the named tensors and their places: float32 [*shape], or blocks uint8 [rows, row bytes]."""
     data = np.memmap(header.path, mode="r", dtype=np.uint8)
     for name in names:
         tensor, place = header.tensors[name], places[name]
@@ -247,7 +247,7 @@ def _converted(
 def _dequantized(
     header: GGUFHeader, data: npt.NDArray[np.uint8], tensor: GGUFTensor
 ) -> npt.NDArray[np.float32]:
-    """[*shape] float32. Raises BadCheckpoint for a type without a decoder and for NaN or Inf."""
+    """Decodes a tensor to float32 [*shape]. Raises BadCheckpoint for an unknown type and for NaN or Inf."""
     raw = data[tensor.start : tensor.start + tensor.nbytes]
     rows = raw.reshape(*tensor.shape[:-1], -1)
     try:
@@ -266,7 +266,7 @@ def _dequantized(
 def _blocks(
     header: GGUFHeader, data: npt.NDArray[np.uint8], tensor: GGUFTensor
 ) -> npt.NDArray[np.uint8]:
-    """A matrix's blocks [rows, bytes of a row]. BadCheckpoint for scales that are not finite."""
+    """Returns a matrix's blocks [rows, bytes of a row]. Raises BadCheckpoint for NaN or Inf in scales."""
     # Imported here: a plan needs no torch.
     import torch
 
@@ -284,11 +284,11 @@ def _blocks(
 
 
 def _rotary_halves(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Rows of Q or K from llama.cpp's order to transformers'; rows may be bytes.
+    """Reorders rows of Q or K from llama.cpp's order to transformers'. Rows may be blocks' bytes.
 
-    values: [num_heads * head_dim, hidden]. Within a head llama.cpp has the rows (0, h, 1, h+1, ..),
-    h being head_dim / 2, so that the two numbers that are rotated together are neighbours;
-    transformers has them h apart.
+    values: [num_heads * head_dim, hidden]. Within a head llama.cpp has the rows (0, h, 1, h+1, ..) with
+    h = head_dim / 2, so the two rows that are rotated together are neighbours. In transformers they are
+    h apart.
     """
     rows, hidden = values.shape
     pairs = values.reshape(num_heads, rows // num_heads // 2, 2, hidden)

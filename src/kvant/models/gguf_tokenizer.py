@@ -1,9 +1,9 @@
-"""From a GGUF vocabulary to tokenizer.json, tokenizer_config.json and chat_template.jinja.
+"""Converts a GGUF vocabulary to tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-Byte-level BPE vocabularies are built here with the tokenizers library, in well under a second;
-SentencePiece ones go once through transformers' own converter. Which text splitter a vocabulary
-was trained with is only a name in the file (`tokenizer.ggml.pre`): a name Kvant does not know is
-refused, because any other splitter would feed the model tokens it never saw.
+Byte-level BPE vocabularies are built here with the tokenizers library, in well under a second.
+SentencePiece vocabularies are converted once by transformers. The file has only a name of the text
+splitter (`tokenizer.ggml.pre`). An unknown name is refused, because a wrong splitter would give the
+model tokens that it was not trained on.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _QWEN2_SPLIT = (
 
 @dataclass(frozen=True, slots=True)
 class _Splitter:
-    """split: pattern that cuts text into words, None for GPT-2's. ignore_merges: a word that is
-    itself a token is taken whole. adds_bos: what holds when the file does not say."""
+    """How text is split. split: pattern that cuts text into words, None for GPT-2's. ignore_merges: a word
+    that is itself a token is not split. adds_bos: the default for a file that does not declare it."""
 
     split: str | None = None
     nfc: bool = False
@@ -57,8 +57,8 @@ class _Splitter:
 _LLAMA3 = _Splitter(split=_LLAMA3_SPLIT, ignore_merges=True, adds_bos=True)
 _SPLITTERS = {
     "gpt-2": _Splitter(),
-    # SmolLM's own tokenizer also cuts out single digits; transformers' reading of GGUF does not,
-    # and Kvant agrees with transformers. They differ where several spaces precede a digit.
+    # SmolLM's own tokenizer also splits off single digits. transformers' reader of GGUF does not, and Kvant
+    # does as transformers. The results differ if several spaces precede a digit.
     "smollm": _Splitter(),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -68,9 +68,9 @@ _SPLITTERS = {
 
 
 def tokenizer_files(header: GGUFHeader, config: Mapping[str, Any]) -> dict[str, str]:
-    """The tokenizer's files, name to content. config: the model's config.json.
+    """Returns the contents of the tokenizer's files by name. config: the model's config.json.
 
-    Raises BadCheckpoint when the vocabulary cannot be imported.
+    Raises BadCheckpoint if the vocabulary cannot be imported.
     """
     vocabulary = _vocabulary(header)
     if vocabulary.kind == "gpt2":
@@ -79,7 +79,7 @@ def tokenizer_files(header: GGUFHeader, config: Mapping[str, Any]) -> dict[str, 
         adds_bos = splitter.adds_bos
     elif vocabulary.kind == "llama":
         tokenizer = _sentencepiece(header)
-        adds_bos = True  # llama.cpp's rule for a SentencePiece file that does not say
+        adds_bos = True  # llama.cpp's default for a SentencePiece file
     else:
         raise _unknown(header, f"vocabulary kind {vocabulary.kind!r}", ("gpt2", "llama"))
 
@@ -111,7 +111,7 @@ def tokenizer_files(header: GGUFHeader, config: Mapping[str, Any]) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece). types: empty if not in the file."""
+    """A file's tokens. kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece). types: may be empty."""
 
     kind: str
     tokens: tuple[str, ...]
@@ -170,7 +170,7 @@ def _byte_level(header: GGUFHeader, vocabulary: _Vocabulary, splitter: _Splitter
 
 
 def _add_special_tokens(tokenizer: Tokenizer, header: GGUFHeader, vocabulary: _Vocabulary) -> None:
-    """Control tokens stay whole and are skipped in text; user-defined ones only stay whole."""
+    """Adds control tokens as special ones, which text leaves out, and user-defined tokens as unsplit ones."""
     control = [
         t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=False) if kind == _CONTROL
     ]
@@ -186,14 +186,14 @@ def _add_special_tokens(tokenizer: Tokenizer, header: GGUFHeader, vocabulary: _V
 
 
 def _sentencepiece(header: GGUFHeader) -> Tokenizer:
-    # Imported here: transformers takes seconds, and byte-level vocabularies do without it.
+    # Imported here because transformers takes seconds, and byte-level vocabularies do not need it.
     from transformers import AutoTokenizer
 
     path = header.path.resolve()
     try:
         loaded = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         backend = loaded.backend_tokenizer
-    except Exception as error:  # to the user, any exception inside is a fault of the file
+    except Exception as error:  # report any exception of transformers as a fault of the file
         raise malformed(header.path, f"transformers cannot read its vocabulary: {error}") from error
     assert isinstance(backend, Tokenizer)
     return backend

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub; fetches only files that its cache lacks.
+"""Fetches models from the Hugging Face hub, but only files that its cache lacks.
 
 Cache layout, transfers and resume are huggingface_hub's, with its environment: HF_TOKEN, HF_HOME,
 HF_ENDPOINT, HF_HUB_OFFLINE. Kvant adds the choice of files, their order (small files first, so
@@ -34,7 +34,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(name: str) -> bool:
-    """True if `name` has the form owner/model."""
+    """Returns whether `name` has the form owner/model."""
     if _HUB_ID.fullmatch(name) is None or ".." in name or "--" in name:
         return False
     return not name.endswith((".", "-", ".git"))
@@ -43,14 +43,14 @@ def is_hub_id(name: str) -> bool:
 def fetch(
     repo: str, *, revision: str | None, weights: bool, progress: Progress | None
 ) -> LocalModel:
-    """The snapshot of the hub model `repo`; weights=False fetches only what a plan reads.
+    """Returns the snapshot of the hub model `repo`; weights=False fetches only files for a plan.
 
     revision: branch, tag or full commit hash, None for the default branch. A commit that is
-    complete in the cache causes no traffic. Without the hub (offline, unreachable) a complete
-    cached snapshot serves, and a note says so.
+    complete in the cache causes no traffic. If the hub cannot be reached (or offline), a complete
+    cached snapshot is returned with a note.
 
-    Raises ModelNotFound (no such model or revision, no access, not in the cache when it must be),
-    BadCheckpoint (nothing there that Kvant loads) or ConfigError (transfer broken, disk full).
+    Raises ModelNotFound (no such model or revision, no access, or offline and not in the cache),
+    BadCheckpoint (no files that Kvant loads) or ConfigError (transfer broken, disk full).
     """
     asked = _Asked(repo, revision)
     if revision is not None and _COMMIT.fullmatch(revision):
@@ -105,7 +105,7 @@ def _download(repo: str, transfer: Transfer, sizes: Mapping[str, int], weights: 
 
 
 def _checked(model: LocalModel, weights: bool) -> LocalModel:
-    """Refuse a snapshot from the cache for the reason it would be refused when fetched."""
+    """Raises for a cached snapshot what fetching it would raise; else returns it."""
     refusal = remote_code(read_json_object(model.path / CONFIG_NAME), model.name)
     if refusal is None:
         return model
@@ -115,7 +115,7 @@ def _checked(model: LocalModel, weights: bool) -> LocalModel:
 
 
 class _Asked:
-    """One request: the model, the revision, and what huggingface_hub's cache has of it.
+    """One request for a revision of a model, with access to huggingface_hub's cache of it.
 
     Layout: https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
@@ -131,7 +131,7 @@ class _Asked:
         self._ref = self._store / "refs" / (revision or "main")
 
     def cached_snapshot(self) -> Path | None:
-        """The cached snapshot of the revision, complete or not."""
+        """Returns the cached snapshot of the revision, which may be incomplete."""
         commit = self.revision or "main"
         if _COMMIT.fullmatch(commit) is None:
             if not self._ref.is_file():
@@ -141,7 +141,7 @@ class _Asked:
         return snapshot if snapshot.is_dir() else None
 
     def remember(self, commit: str) -> None:
-        """Note which commit the branch or tag is, as huggingface_hub does, for offline starts."""
+        """Stores the commit of the branch or tag for offline starts, as huggingface_hub does."""
         if self.revision is not None and _COMMIT.fullmatch(self.revision):
             return
         self._ref.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ class _Asked:
         )
 
     def without_hub(self, weights: bool, reason: str) -> LocalModel:
-        """Return what the cache has if the hub cannot be reached."""
+        """Returns the cached model if the hub cannot be reached. Raises if it is not complete."""
         snapshot = self.cached_snapshot()
         if snapshot is None or not (snapshot / CONFIG_NAME).is_file():
             missing = "nothing of it is in the cache"
@@ -180,7 +180,7 @@ class _Asked:
         )
 
     def refusal(self, error: Exception) -> ConfigError:
-        """Translate an error of the hub or of a transfer."""
+        """Translates an error of the hub or of a transfer."""
         from huggingface_hub import constants, errors
 
         where = f"{self.repo} (at {constants.ENDPOINT})"

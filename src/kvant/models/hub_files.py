@@ -1,4 +1,4 @@
-"""Choose the files of a hub repository that a plan or a running model needs, each once."""
+"""Chooses the files of a hub repository that a plan or a running model needs, each once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LEFT_OVER_FROM_TRAINING = ("trainer_state.json", "training_args.json")
 
 
 def plan_files(sizes: Mapping[str, int]) -> list[str]:
-    """What `kvant plan` reads. sizes: the repository's files and their bytes."""
+    """Returns the files that `kvant plan` reads. sizes: the repository's files and their bytes."""
     return [name for name in _PLAN if name in sizes]
 
 
 def small_files(sizes: Mapping[str, int]) -> list[str]:
-    """Configuration, tokenizer and chat template files of the repository's top directory."""
+    """Returns configuration, tokenizer and chat template files of the repository's top directory."""
     return [name for name in sorted(sizes) if _is_small(name)]
 
 
@@ -33,20 +33,20 @@ def _is_small(name: str) -> bool:
     if "/" in name or name in _LEFT_OVER_FROM_TRAINING:
         return False
     if name.endswith(".index.json"):
-        return name == INDEX_NAME  # the other indexes list weights that are not fetched
+        return name == INDEX_NAME  # other indexes list weights that Kvant does not fetch
     return name.endswith((".json", ".jinja", ".model", ".tiktoken")) or name in _TEXTS
 
 
 def likely_weights(sizes: Mapping[str, int]) -> list[str]:
-    """The likely weight files by their names, before the index is read."""
+    """Returns the likely weight files by their names, before the index is read."""
     shards = [name for name in sizes if re.fullmatch(r"model-\d+-of-\d+\.safetensors", name)]
     return shards if INDEX_NAME in sizes else [name for name in (SINGLE_NAME,) if name in sizes]
 
 
 def weights(repo: str, snapshot: Path, sizes: Mapping[str, int]) -> list[str]:
-    """The weight files: those the fetched index names, else model.safetensors.
+    """Returns the weight files that the fetched index names, else model.safetensors.
 
-    Raises BadCheckpoint where the repository has other weights only, or not all of them.
+    Raises BadCheckpoint if the repository lacks some of them, or has only other weights.
     """
     if INDEX_NAME in sizes:
         files = indexed_files(snapshot / INDEX_NAME)
@@ -64,7 +64,7 @@ def weights(repo: str, snapshot: Path, sizes: Mapping[str, int]) -> list[str]:
 
 
 def suffices(snapshot: Path, with_weights: bool) -> bool:
-    """True if a cached snapshot is enough without asking the hub for more files."""
+    """Returns whether a cached snapshot has all files, so that the hub need not be asked."""
     if not (snapshot / CONFIG_NAME).is_file():
         return False
     if not with_weights:
@@ -74,7 +74,7 @@ def suffices(snapshot: Path, with_weights: bool) -> bool:
 
 
 def require_config(repo: str, sizes: Mapping[str, int]) -> None:
-    """Raises ModelNotFound, saying what the repository is instead, when it has no config.json."""
+    """Raises ModelNotFound if the repository has no config.json, and says what it has instead."""
     if CONFIG_NAME in sizes:
         return
     gguf = sorted(name for name in sizes if name.endswith(".gguf"))

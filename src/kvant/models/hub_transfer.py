@@ -1,4 +1,4 @@
-"""Transfers from the hub: retried, resumed where they broke, with one progress report."""
+"""Fetches files from the hub: retries and resumes broken transfers, with one progress report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transfer:
         self._meter = _Meter(f"Fetching {repo}", progress)
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Set what all transfers will fetch. Raises ConfigError if the disk is too small."""
+        """Sets the files and bytes of all transfers. Raises ConfigError if the disk is too small."""
         missing = {n: size for n, size in sizes.items() if not (self.snapshot / n).is_file()}
         to_come = sum(missing.values())
         self._meter.expect(self._meter.done + to_come)
@@ -50,7 +50,7 @@ class Transfer:
             raise disk_full(self._cache, to_come)
 
     def run(self, names: list[str]) -> None:
-        """Fetch the files that are not in the cache yet; the first failure ends it."""
+        """Fetches the files that are not in the cache yet. Raises the first failure."""
         from huggingface_hub import hf_hub_download
 
         def one(name: str) -> None:
@@ -74,7 +74,7 @@ class Transfer:
 
 
 def retried(action: Callable[[], _T], again: Callable[[Exception], bool]) -> _T:
-    """Run `action`; retry up to `ATTEMPTS` times after failures for which `again` returns True."""
+    """Runs `action`; retries up to `ATTEMPTS` times after failures for which `again` returns True."""
     for attempt in range(1, ATTEMPTS):
         try:
             return action()
@@ -86,7 +86,7 @@ def retried(action: Callable[[], _T], again: Callable[[Exception], bool]) -> _T:
 
 
 def is_passing(error: Exception) -> bool:
-    """True if the error is temporary: the network's, or an overloaded server's."""
+    """Returns whether an error is temporary, such as one of the network or of an overloaded server."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -98,12 +98,12 @@ def is_passing(error: Exception) -> bool:
     http_error = errors.HfHubHTTPError.__mro__[1]
     if isinstance(error, (http_error, errors.LocalEntryNotFoundError)):
         return True
-    # A file of the wrong size is a bare OSError; the operating system's errors have a number.
+    # huggingface_hub raises a bare OSError for a file of the wrong size. Those of the system have a number.
     return type(error) is OSError and error.errno is None
 
 
 def http_status(error: Exception) -> int | None:
-    """The status of the answer that the error is about, None when there was none."""
+    """Returns the HTTP status of the response that caused the error, None if there was no response."""
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     return status if isinstance(status, int) else None
@@ -123,7 +123,7 @@ def disk_full(directory: Path, needed_bytes: int | None) -> ConfigError:
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
-    """Keep huggingface_hub's own warnings (such as one per resumed transfer) off the terminal."""
+    """Hides huggingface_hub's own warnings (such as one per resumed transfer) in this context."""
     from huggingface_hub.utils import logging as hub_logging
 
     verbosity = hub_logging.get_verbosity()
@@ -135,7 +135,7 @@ def quiet_hub() -> Iterator[None]:
 
 
 class _CancelledError(Exception):
-    """Another transfer failed, or the user interrupted."""
+    """Raised in a transfer after another one failed, or after the user interrupted."""
 
 
 class _Meter:
@@ -159,7 +159,7 @@ class _Meter:
             self._total = total
 
     def bar_class(self, file: str) -> Callable[..., _Bar]:
-        """Return the class that huggingface_hub instantiates per attempt instead of a tqdm bar."""
+        """Returns the class that huggingface_hub instantiates per attempt instead of a tqdm bar."""
 
         meter = self
 
@@ -177,16 +177,18 @@ class _Meter:
             self._show(self._total)
 
     def start(self, file: str, already: int) -> None:
-        """Start an attempt, with `already` bytes present from earlier ones."""
+        """Starts an attempt, with `already` bytes present from earlier ones."""
         with self._lock:
             self._of_file[file] = already
 
     def add(self, file: str, nbytes: int) -> None:
-        """Count bytes that have arrived. Raises in the transferring thread after `cancel`."""
+        """Counts bytes that have arrived. Raises in the transferring thread after `cancel`."""
         if self._cancelled:
             raise _CancelledError
         with self._lock:
-            self._of_file[file] += nbytes  # falls when a server ignores a resume and sends all
+            self._of_file[file] += (
+                nbytes  # nbytes is negative if a server sends all instead of resuming
+            )
             self._show(min(self.done, self._total))
 
     def _show(self, done: int) -> None:
@@ -198,8 +200,8 @@ class _Meter:
 class _Bar:
     """The part of a tqdm bar that huggingface_hub needs. It draws nothing and reports bytes to the meter.
 
-    `update` counts bytes that reach the disk. `update_transfer` is there so that Xet transfers do
-    not count them a second time on their way over the network.
+    `update` counts bytes that reach the disk. `update_transfer` does nothing, so that bytes of Xet
+    transfers are not counted twice.
     """
 
     total: float | None = None

@@ -29,18 +29,18 @@ _OTHER_PLACE = WayOut("keep imported models elsewhere: set KVANT_CACHE to a dire
 
 
 def cache_root() -> Path:
-    """The cache directory of this user; it need not exist yet."""
+    """Returns the cache directory of this user, which need not exist yet."""
     return Path(os.environ.get("KVANT_CACHE") or "~/.cache/kvant").expanduser()
 
 
 def imports_directory(kind: str) -> Path:
-    """The directory for one kind of import; it need not exist yet. A finished import in it can be
-    used without the right to write there."""
+    """Returns the directory for one kind of import, which need not exist yet. To use a finished import, no
+    right to write there is needed."""
     return cache_root() / kind
 
 
 def is_complete(directory: Path) -> bool:
-    """True if every file of the import exists with its written size."""
+    """Returns whether every file of the import exists with its written size."""
     try:
         record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
         sizes: dict[str, int] = record["files"]
@@ -51,10 +51,10 @@ def is_complete(directory: Path) -> bool:
 
 @contextmanager
 def making(final: Path, needed_bytes: int) -> Iterator[Path | None]:
-    """Yield an empty directory to fill; when the block ends well it becomes `final`.
+    """Yields an empty directory to fill, which becomes `final` at the end of the block.
 
-    Yields None when another process completed `final` meanwhile. needed_bytes: what will be
-    written; too little free space is a ConfigError before anything is. The block must call
+    Yields None if another process completed `final` meanwhile. needed_bytes: bytes that will be
+    written. Raises ConfigError at the start if the disk has less free space. The block must call
     `seal` last. An exception leaves neither `final` nor the partial directory behind.
     """
     partial = final.parent / f".{final.name}.partial"
@@ -63,8 +63,8 @@ def making(final: Path, needed_bytes: int) -> Iterator[Path | None]:
         if is_complete(final):
             yield None
             return
-        _remove(partial)  # left by a process that died: this one holds the lock
-        _remove(final)  # damaged, since it is not complete
+        _remove(partial)  # from a process that died, since this one has the lock
+        _remove(final)  # it is damaged, since it is not complete
         _check_space(final.parent, needed_bytes)
         partial.mkdir(mode=0o700)
         try:
@@ -80,14 +80,14 @@ def making(final: Path, needed_bytes: int) -> Iterator[Path | None]:
 
 
 def seal(directory: Path, facts: dict[str, object]) -> None:
-    """Write the record that makes an import complete: `facts` and the size of every file."""
+    """Writes the record that makes an import complete: `facts` and the size of every file."""
     sizes = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     record = {**facts, "files": sizes}
     (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _make_writable(directory: Path) -> None:
-    """Create the directory and its missing parents, for this user alone."""
+    """Creates the directory and its missing parents, with access for this user only."""
     try:
         missing = [path for path in (directory, *directory.parents) if not path.exists()]
         for path in reversed(missing):

@@ -1,4 +1,4 @@
-"""Reading the matrices that a plan rounds keys with; `kvant.kv.checkpoint.rounding` finds them."""
+"""Reads the matrices with which a plan rounds keys; `kvant.kv.checkpoint.rounding` finds them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvant.kv.spec import KVPlan, ScaleTensor
 
 
 def read_rounding(directory: Path, plan: KVPlan) -> dict[int, npt.NDArray[np.float32]]:
-    """The matrices that a plan uses, by layer index: [num_kv_heads, head_dim, head_dim].
+    """Returns the matrices that a plan uses, by layer index: [num_kv_heads, head_dim, head_dim].
 
-    BadCheckpoint, naming the tensor, for numbers that are not finite or lie on or below the diagonal.
+    Raises BadCheckpoint, naming the tensor, for values not finite, or not 0 on or below the diagonal.
     """
     wanted: Mapping[int, ScaleTensor] = {
         layer.geometry.index: layer.k.scale.tensor

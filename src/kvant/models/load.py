@@ -1,7 +1,7 @@
-"""Loading weights through transformers: the one place that does.
+"""Loads weights through transformers; only this file does.
 
-Nothing is decided here. The plan says what each layer stores and in which dtype the model computes;
-this loads the weights and puts Kvant's attention under every layer.
+Decides nothing. The plan has each layer's format and the compute dtype. This loads the weights and
+makes every layer use Kvant's attention.
 """
 
 from __future__ import annotations
@@ -67,15 +67,14 @@ def load_model(
     group: Group | None = None,
     told: Told | None = None,
 ) -> LoadedModel:
-    """The model in the directory `path`, computing in the plan's dtype.
+    """Loads the model in the directory `path`, to compute in the plan's dtype.
 
-    Reads safetensors only and runs no code that comes with the checkpoint. forward: what runs it, as
-    the plan says. rotary_length: tokens for which moving rotary frequencies are fixed, None for their
-    original length. dummy_weights: read no weight, for timings. group: the ranks that share the model; this
-    one reads and keeps its part. told: the share of tensors that are read. plan and geometry are those of the
-    whole model in any case.
-    Raises NotServable for what Kvant cannot run, BadCheckpoint for weights that are missing or of other
-    shapes, DoesNotFit where the device has no room for them.
+    Reads safetensors only and runs no code of the checkpoint. plan, geometry: of the whole model, also with
+    ranks. forward: the plan's choice. rotary_length: tokens for which moving rotary frequencies are fixed,
+    None for their original length. dummy_weights: make up weights instead of reading them, for timings.
+    group: the ranks that share the model; this rank reads only its part. told: gets the share that is read.
+    Raises NotServable for a model that Kvant cannot run, BadCheckpoint for weights that are missing or have
+    other shapes, DoesNotFit if the device has no room for them.
     """
     if geometry.not_runnable is not None:
         raise NotServable(f"{path} can be planned but not run", why=geometry.not_runnable)
@@ -94,7 +93,7 @@ def load_model(
             check_weights(config, path, _facts(device))
         leave_weights_only(config, keep=stored is None)
         if plan.compute_dtype is ComputeDtype.FLOAT64:
-            config._experts_implementation = "eager"  # grouped products know no float64
+            config._experts_implementation = "eager"  # grouped products do not support float64
         with quiet_compressed_tensors(is_compressed(config)):
             rounded = None if forward.rounds_itself else forward.quantization
             narrow = None
@@ -130,14 +129,14 @@ def load_model(
     with _room_for(path, device):
         loaded = LoadedModel(module, plan, scales, device, unused, forward, group, read_outside)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of products that were joined, a third of the weights
+        torch.cuda.empty_cache()  # frees the parts of joined products, a third of the weights
     return loaded
 
 
 def _read_outside(
     path: Path, device: torch.device, group: Group | None, plan: KVPlan
 ) -> dict[tuple[int, Side], torch.Tensor]:
-    """What a plan of the whole model takes from the checkpoint for its KV cache: see `LoadedModel.scales`."""
+    """Reads what the whole model's plan uses from the checkpoint for its KV cache: `LoadedModel.scales`."""
     read: Mapping[tuple[int, Side], Sequence[float]] = read_scale_values(path, plan)
     if group is not None:
         read = cut_scales(read, plan, group.shard)
@@ -187,7 +186,7 @@ def _read_weights(
     narrow: NarrowConfig | None,
     divided: Divided | None,
 ) -> tuple[PreTrainedModel, tuple[str, ...]]:
-    """The module, and the names of tensors that it does not use. narrow: which weights are."""
+    """Returns the module, and the names of unused tensors. narrow: how some weights are made narrow."""
     options: dict[str, Any] = {
         "config": config,
         "dtype": TORCH_COMPUTE[compute],
@@ -249,12 +248,12 @@ def _make_weights(
     asked: Quantization | None = None,
     stored: Stored | None = None,
 ) -> PreTrainedModel:
-    """The module with small random numbers, made on the device itself.
+    """Returns the module with small random weights, which are made on the device itself.
 
-    A divided module has its part of the numbers that the whole one would have. asked, stored: which
-    matrices are narrow; one at a time is wide.
+    A divided module gets its part of the whole module's weights. asked, stored: which matrices are
+    narrow; only one at a time is wide.
     """
-    # Memory of a CPU that nothing writes to is not taken, so there the whole module has room.
+    # A CPU's memory is not allocated until it is written to, so the whole module has room there.
     made_on = device if divided is None else torch.device("cpu")
     is_narrow = asked is not None or stored is not None
     with torch.device(made_on), no_init_weights(), _matrices_without_memory(is_narrow):
@@ -282,7 +281,7 @@ def _make_weights(
         _give_memory(module, device)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or name.endswith(("_scale", "_factor")):
-            continue  # of narrow weights, which have their numbers
+            continue  # narrow weights have their values already
         if parameter.ndim > 1 and divided is None:
             parameter.data.normal_(0.0, 0.02, generator=generator)
         elif name.endswith((".bias", ".sinks")):  # made without a value
@@ -292,7 +291,7 @@ def _make_weights(
 
 
 def _give_memory(module: torch.nn.Module, device: torch.device) -> None:
-    """Put parameters that are on the meta device on this one; shared ones stay shared."""
+    """Allocates parameters that are on the meta device on `device`; shared ones stay shared."""
     made: dict[int, torch.nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
@@ -304,7 +303,7 @@ def _give_memory(module: torch.nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _matrices_without_memory(wanted: bool) -> Iterator[None]:
-    """While modules are made, their matrices get no memory: they are on the meta device."""
+    """In this context, matrices of new modules are put on the meta device, without memory."""
 
     def without(module: Any, name: str, parameter: Any) -> Any:
         if parameter is None or parameter.ndim < 2 or parameter.is_meta:
@@ -321,7 +320,7 @@ def _matrices_without_memory(wanted: bool) -> Iterator[None]:
 
 
 def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
-    """transformers fills weights that the files do not have with random numbers."""
+    """Raises BadCheckpoint if the files lack weights, which transformers would fill with random numbers."""
     missing = sorted(info["missing_keys"])
     if missing or info["error_msgs"]:
         shown = ", ".join(missing[:5]) + (", .." if len(missing) > 5 else "")

@@ -24,12 +24,12 @@ from kvant.weights.linear import NarrowEmbedding
 class LoadedModel:
     """Weights on a device, and the forward over packed sequences.
 
-    plan: what its layers store. scales: the checkpoint's scales that the plan uses, float32 [1] or
-    [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of weights in the
-    files that nothing of the model uses (scales among them). choice: the plan's forward, and how it
-    computes: with batch_invariant each row's result is, bit for bit, its own, with backends of the
-    same promise; with quantization the module's own weights are gone afterwards. group: the ranks that
-    share the model; plan, scales and module are those of this rank. None for an undivided model.
+    plan: the layers' formats. scales: the checkpoint's scales that the plan uses, float32 [1] or
+    [num_kv_heads] by (layer index, side), for `KVPool`. unused_tensors: names of tensors in the files
+    that the module does not use (such as scales). choice: the plan's forward and its options. With
+    batch_invariant, no row's bits depend on other rows, if the backends promise this too. With quantization,
+    the module's own weights are freed. group: the ranks that share the model, None for an undivided one;
+    plan, scales and module are this rank's.
     read_outside: reads the scales, and the matrices for rounding keys, that another plan uses.
     """
 
@@ -60,7 +60,7 @@ class LoadedModel:
         )
 
     def scales_for(self, plan: KVPlan) -> Mapping[tuple[int, Side], Tensor]:
-        """As `scales`, for another plan of this model; the checkpoint is read again."""
+        """Returns `scales` for another plan of this model, for which it reads the checkpoint again."""
         if plan is self.plan or self._read_outside is None:
             return self.scales
         return self._read_outside(plan)
@@ -75,14 +75,14 @@ class LoadedModel:
 
     @property
     def generation(self) -> GenerationConfig:
-        """transformers' generation_config.json, else what config.json says of generation."""
+        """generation_config.json as read by transformers, else the generation options in config.json."""
         found = self._module.generation_config
         assert isinstance(found, GenerationConfig)
         return found
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text; empty where neither generation_config.json nor config.json names one."""
+        """Tokens that end a text; empty if neither generation_config.json nor config.json names one."""
         found = self.generation.eos_token_id
         if found is None:
             text = self._module.config.get_text_config(decoder=True)
@@ -93,13 +93,13 @@ class LoadedModel:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of parameters, buffers and what the forward adds, tied tensors once."""
+        """Bytes of parameters, buffers and the forward's own tensors, tied tensors once."""
         tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
         found = sum(t.numel() * t.element_size() for t in tensors.values())
         return found + self._forward.extra_bytes
 
     def weight_bytes_of_step(self, num_tokens: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads, each weight once.
+        """Returns the bytes of weights that a step of `num_tokens` reads, each weight once.
 
         Tables of embeddings are left out, unless the head multiplies by them. With E experts and k for each
         token, E * (1 - (1 - k / E) ** num_tokens) experts are read: the expected number if all are equally
@@ -130,13 +130,13 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it computes in, as planned. A module that gave its weights away no longer tells it."""
+        """The planned compute dtype. A module whose weights were freed does not have it."""
         found: torch.dtype = getattr(torch, self.plan.compute_dtype.value)
         return found
 
     @property
     def hidden_size(self) -> int:
-        """Numbers of a row between two layers."""
+        """Width of the hidden state between two layers."""
         return int(self._module.config.get_text_config(decoder=True).hidden_size)
 
     @property
@@ -145,7 +145,7 @@ class LoadedModel:
         return self._forward.compiled_seconds
 
     def forward(self, input_ids: Tensor, call: StepCall, logits_index: Tensor) -> Tensor:
-        """Run one step and return logits [len(logits_index), vocab_size], float32 or wider.
+        """Runs one step and returns logits [len(logits_index), vocab_size], float32 or wider.
 
         input_ids: [T] int64, the packed tokens of `call.step`. logits_index: [n] int64, positions
         in T. Writes the step's keys and values into the pool. Raises EngineFault at the first
@@ -158,7 +158,7 @@ class LoadedModel:
     def forward_with_hidden(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`forward`, and what these decoder layers hand on: [T, hidden_size] each; all as computed."""
+        """Runs a step like `forward`. Returns unwidened logits, and the layers' outputs [T, hidden_size]."""
         if self._proved:
             return self._forward.run(input_ids, call, logits_index, layers)
         watched, backends = watch(call)
@@ -169,9 +169,9 @@ class LoadedModel:
 
     @property
     def last(self) -> tuple[int, nn.Module]:
-        """The last decoder layer's index, and what norms its output for the head.
+        """The last decoder layer's index, and the norm between its output and the head.
 
-        NotServable where more lies between them.
+        Raises NotServable if there are other modules between them.
         """
         decoder = self._module.get_decoder()  # type: ignore[no-untyped-call]
         found = next((getattr(decoder, one) for one in _FINAL_NORMS if hasattr(decoder, one)), None)
@@ -184,7 +184,7 @@ class LoadedModel:
         return len(decoder.layers) - 1, found
 
     def refit(self, other: LoadedModel) -> None:
-        """Copy weights and scales from a model of the same plan, which may be on another device.
+        """Copies weights and scales from a model of the same plan, which may be on another device.
 
         Raises NotServable, before any change, if the tensors of both differ in name, shape or dtype.
         """
@@ -204,12 +204,12 @@ class LoadedModel:
                 scale.copy_(other.scales[key])
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, hidden_size], as input of the model's first layer."""
+        """Embeds tokens: [T] int64 -> [T, hidden_size], the input of the model's first layer."""
         found: Tensor = self._module.get_input_embeddings()(input_ids)
         return found
 
     def score(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size], normed -> [n, vocab_size] by the model's head, without a soft cap.
+        """Applies the head: [n, hidden_size], normed -> [n, vocab_size], without a soft cap.
 
         hidden may have another dtype, from a drafter.
         """
@@ -222,7 +222,7 @@ _FINAL_NORMS = (
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits that tokens are chosen by: float32 or wider."""
+    """Returns the dtype of logits for choosing tokens: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -18,10 +18,10 @@ class ModelSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """What `locate` found.
+    """A model that `locate` found.
 
-    path: a directory in transformers' format. Located without weights it holds what a plan needs
-        (config.json, and other small JSON files where the source has them) and may hold no more.
+    path: a directory in transformers' format. If located without weights, it may have only the files for a
+        plan (config.json, and other small JSON files if the source has them).
     name: as the user wrote it.
     revision: the hub's commit hash, None for every other source.
     notes: messages for the user, such as that the hub was not asked. obstacles: why this model can be
@@ -37,10 +37,10 @@ class LocalModel:
 
 
 class Progress(Protocol):
-    """Called during long work, from any thread; `done` never falls within a task.
+    """Called during long work, from any thread. `done` never decreases within a task.
 
-    task: a short description; done, total: bytes, or what `unit` says. The last call has done == total. A
-    total of 0 is a phase of unknown length, which lasts until the next task.
+    task: a short description. done, total: in bytes, or in `unit`. The last call has done == total. A
+    total of 0 means a phase of unknown length, which lasts until the next task.
     """
 
     def __call__(self, task: str, done: int, total: int, unit: str = "bytes") -> None: ...

@@ -1,4 +1,4 @@
-"""Turn a model's name into a directory on this machine.
+"""Finds the directory on this machine for a model's name.
 
 A name is, in this order: the demo model's (`smollm2`) or a shipped drafter's (`smollm2-dflash`), an
 existing directory or .gguf file, or a hub id (`owner/model`). The result is always a
@@ -32,12 +32,12 @@ def locate(
     blocks: bool = False,
     progress: Progress | None = None,
 ) -> LocalModel:
-    """Find the model called `name`, fetching or converting it if it is not here yet.
+    """Finds the model called `name`. Fetches or converts it if it is not here yet.
 
-    revision: hub models only. weights: whether the model is to be loaded; without, only what a plan
-    reads is fetched or converted, and a model that Kvant can plan but would not load (pickled
-    weights, remote code) is found, with the reason among its obstacles. blocks: matrices of a GGUF file keep
-    their blocks, see `import_gguf`; such a directory is for Kvant's loader alone.
+    revision: for hub models only. weights: whether the model will be loaded. If not, only files for a plan
+    are fetched or converted, and a model that Kvant can plan but would not load (pickled weights, remote
+    code) is returned, with the reason in its obstacles. blocks: matrices of a GGUF file keep their blocks,
+    see `import_gguf`; only Kvant's loader reads such a directory.
 
     Raises ModelNotFound, BadCheckpoint or another ConfigError, and leaves no partial files.
     """
@@ -63,13 +63,13 @@ def locate(
 
 
 def _existing(name: str) -> Path | None:
-    """The path that `name` is, None if there is none. Raises ModelNotFound if it cannot be seen."""
+    """Returns `name` as a path if it exists, else None. Raises ModelNotFound if it cannot be accessed."""
     if not name.strip() or "\0" in name:
         return None
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError) as error:  # RuntimeError: "~someone" who has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~someone" without a home directory
         raise ModelNotFound(
             f"no model {name[:200]!r}",
             why=str(error)[:300],
@@ -78,7 +78,7 @@ def _existing(name: str) -> Path | None:
 
 
 def _demo(weights: bool, blocks: bool, progress: Progress | None) -> LocalModel:
-    # Imported here, as in _gguf: numpy and gguf are not needed for other models.
+    # Imported here, as in `_gguf`, because other models do not need numpy and gguf.
     from kvant.models.gguf_import import Attribution, import_gguf
 
     path = import_gguf(

@@ -234,16 +234,17 @@ class FewRows:
             x, norm_weight, weight, bias, residual, out, picked, self._eps, n,
             COLUMNS=columns, BLOCK=min(2048 if short else 4096, triton.next_power_of_2(columns)),
             KIND=kind, BIAS=bias is not None, PICKED=picked is not None, ACTIVATION=activation,
-            ONE=self._one, AHEAD=self._ahead, num_warps=4 if short else 8, launch_pdl=self._ahead,
+            ONE=self._one, AHEAD=self._ahead, num_warps=4 if short or columns <= 2048 else 8,
+            launch_pdl=self._ahead,
         )  # fmt: skip
 
     def _cut(self, kind: int, tokens: int, weight: Tensor, *, ready: bool = False) -> Cut:
         """Stripes that fill the device, and as many tiles in flight as its shared memory takes.
 
         If stripes are more than multiprocessors, up to four run side by side on each, where all can run
-        at once. Measured with 32 rows on an H200: 480 stripes of 3840 columns took 58 us with four programs
+        at once. Measured on an H200 with 32 rows: 480 stripes of 3840 columns took 58 us with four programs
         and two tiles in flight each, 63 with three and three; 128 stripes 17.8 us with tiles of 256 columns,
-        18.6 with 128.
+        18.6 with 128. With 64 rows the 480 stripes took 62 us with three tiles in flight, 83 with two.
         """
         n, columns = weight.shape
         stripes = triton.cdiv(n, ROWS)
@@ -259,10 +260,11 @@ class FewRows:
         beside = triton.cdiv(stripes * split, self._processors)
         if beside > _MOST_BESIDE:
             beside = 3
-        deep = beside == 1 and columns % (_DEEP * split) == 0
+        rows = _padded(tokens)
+        deep = beside == 1 and rows <= 32 and columns % (_DEEP * split) == 0
         depth = _DEEP if deep else _DEPTH
-        tile_bytes = 2 * depth * (ROWS + _padded(tokens))
-        stages = max(2, min(3 if deep else 4, self._shared_bytes // beside // tile_bytes))
+        tile_bytes = 2 * depth * (ROWS + rows)
+        stages = max(3 if rows > 32 else 2, min(4, self._shared_bytes // beside // tile_bytes))
         return Cut(split, stages, depth)
 
 

@@ -90,13 +90,14 @@ def wide_rows(data: Any) -> Cells:
 @table("wide-decode", "h200-wide-decode.json")
 def wide_decode(data: Any) -> Cells:
     names = {"k3v3": "K3/V3", "s4": "int4_short", "s4n2": "int4_short/normal2", "n2": "normal2"}
+    wide = {"bf16": "bfloat16", "i8": "int8_per_token_head"}
     lines = [["stored as", "sequences", "tokens", "us", "of bfloat16"]]
     rows = data["rows"]
     shapes = list(dict.fromkeys(key.partition(" ")[2] for key in rows))
     for key, r in sorted(rows.items(), key=lambda item: shapes.index(item[0].partition(" ")[2])):
         name, batch, length, _ = key.split(" ")
-        name, plus, _ = name.partition("+")
-        shown = names.get(name, name) + (", wide rows in bfloat16" if plus else "")
+        name, _, rows_in = name.partition("+")
+        shown = names.get(name, name) + (f", wide rows in {wide[rows_in]}" if rows_in else "")
         lines.append(
             [shown, batch[1:], f"{int(length[1:]):,}", f"{r['us']:.1f}",
              f"{r['of_bf16']:.2f}x"]

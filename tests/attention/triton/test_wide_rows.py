@@ -77,6 +77,16 @@ def test_parts_are_joined_by_either_kernel(
     check(SPLIT, sequences=((100, 1), (64, 1)), wide=rows(4, 20), sinks=True)
 
 
+def test_few_sequences_have_programs_for_wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = []
+    own = both_decode._apart
+    monkeypatch.setattr(both_decode, "multiprocessors", lambda device: 8)
+    monkeypatch.setattr(both_decode, "_apart", lambda *a: shares.append(own(*a)) or shares[-1])
+    check(SPLIT, sequences=DECODES, wide=rows(4, 20))
+    check(SPLIT, sequences=(*DECODES, (5, 1)), wide=rows(4, 20))  # three are not few
+    assert shares == [4]
+
+
 def test_rows_of_released_pages_change_nothing() -> None:
     """Between the first tokens and the latest, wide pages may hold NaN of other sequences."""
     x = case.prepare(INT4, heads=(2, 1), sequences=((130, 1),), wide=rows(4, 20))

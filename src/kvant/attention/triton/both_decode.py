@@ -77,7 +77,9 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
     narrow_q, wide_q = (_prepared(q, rotated=f.rotated) for f in (k, wide_k))
     wide_step = step.of(cache.wide_group)
     out = q.new_empty(tokens, q_heads, head_v)
-    apart = _apart(shape, num_seqs * heads, sms) if 8 in (k.elements, v.elements) else 0
+    blocks = num_seqs * heads
+    few = blocks * _MOST_APART <= sms
+    apart = _apart(shape, blocks, sms) if few or 8 in (k.elements, v.elements) else 0
     programs = cut.items + num_seqs * apart
     slots = programs if apart else 2 * cut.items
     partial = q.new_empty((slots, heads, shape.rows, head_v), dtype=torch.float32)
@@ -142,7 +144,8 @@ def _apart(shape: Shape, blocks: int, multiprocessors: int) -> int:
     """Programs for the wide rows of each of `blocks` rows: all of them run at once, and at most 4.
 
     With words of eight elements, an H200 reads both forms faster in programs apart (190 us instead of 219
-    for 64 sequences of 8,192 tokens in int4_short/normal2), with others slower (236 instead of 221).
+    for 64 sequences of 8,192 tokens in int4_short/normal2), with others slower (236 instead of 221). A single
+    sequence is split often, and each part would have few wide rows: 20 us instead of 28 in programs apart.
     """
     return min(_MOST_APART, max(1, shape.programs * multiprocessors // blocks))
 

@@ -195,19 +195,24 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
     include_reasoning: bool | None = None
 
 
-_PROMPT_FORMS = [
-    {"type": "string"},
-    {"type": "array", "items": {"type": "string"}},
-    {"type": "array", "items": {"type": "integer"}},
-    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-]
+# allOf, because msgspec writes anyOf itself, for a type whose lists may mix.
+_PROMPT_FORMS = {
+    "allOf": [
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ]
+}
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     # Lists that mix forms are refused later: msgspec reads at most one array type in a union.
-    prompt: Annotated[
-        str | list[str | int | list[int]], Meta(extra_json_schema={"anyOf": _PROMPT_FORMS})
-    ]
+    prompt: Annotated[str | list[str | int | list[int]], Meta(extra_json_schema=_PROMPT_FORMS)]
     suffix: str | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=INT64 - 1)] | None = None
     echo: bool | None = None
@@ -232,9 +237,7 @@ class DetokenizeBody(Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingBody(Struct, frozen=True, kw_only=True):
-    input: Annotated[
-        str | list[str | int | list[int]], Meta(extra_json_schema={"anyOf": _PROMPT_FORMS})
-    ]
+    input: Annotated[str | list[str | int | list[int]], Meta(extra_json_schema=_PROMPT_FORMS)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=INT64 - 1)] | None = None

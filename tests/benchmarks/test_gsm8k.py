@@ -30,7 +30,8 @@ from tests.engine import tiny_chat
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBLEMS = ROOT / "data" / "gsm8k" / "gsm8k_test.jsonl"
-CI_COUNT = 50
+CI_COUNT = 25
+"""1,253 tokens of solutions. Drift over 50 problems differs by less than 10 %, bounds allow 40 %."""
 CI_ANSWERS = 2
 CI_ANSWER_TOKENS = 24
 
@@ -127,7 +128,8 @@ DRIFT_AND_LOSS = {
     "turboquant_k3/turboquant_v4": (0.709, 0.55),
     "turboquant_k3/turboquant_v3": (0.783, 0.65),
 }
-"""By format: drift a token as measured, and the most that solutions may be less likely, in nats a token."""
+"""By format: drift a token over 50 problems as measured, and the most that solutions may be less likely, in
+nats a token."""
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +138,13 @@ def smollm2() -> LLM:
 
 
 @pytest.mark.slow
-def test_smollm2_reads_fifty_problems_as_each_format_should(smollm2: LLM) -> None:
+def test_smollm2_reads_gold_solutions_as_each_format_should(smollm2: LLM) -> None:
     """Part of every submission's checks (`.ci/run`)."""
     rows = judge(smollm2, read_problems(PROBLEMS, CI_COUNT, shortest=True), all_formats())
     print(table(rows, CI_COUNT))
     truth, *others = rows
     assert truth.format == "float32"
-    assert truth.mean_logprob == pytest.approx(-1.678, abs=0.01)
+    assert truth.mean_logprob == pytest.approx(-1.754, abs=0.01)
     assert {row.format for row in others} == set(DRIFT_AND_LOSS)
     for row in others:
         drift, loss = DRIFT_AND_LOSS[row.format]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +25,18 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
 pytest_plugins = ["tests.acceptance.report", "tests.audit"]
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     pytest_plugins.append("tests.interpreter")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What tests import stays until the end; each search for garbage among it takes 0.3 s of a core."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -1,7 +1,7 @@
-"""Narrow weights while transformers loads a model: rounded as they arrive, or kept as they are stored.
+"""Makes narrow weights while transformers loads a model: rounds them, or keeps those of the checkpoint.
 
-transformers has a place for that: a quantiser, which replaces modules before weights arrive, and may turn
-each arriving weight into other tensors. This is Kvant's, by the name "kvant". One matrix at a time is wide.
+It is a quantiser of transformers, named "kvant". A quantiser replaces modules before weights arrive, and can
+convert each arriving weight to other tensors. So only one matrix at a time is wide.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _DTYPES = {
 
 
 _MADE_UP_SCALE = 1 / 32
-"""The scale of activations for made-up weights; outputs of norms lie within 448 times that."""
+"""The scale of activations for made-up weights. Outputs of norms are at most 448 times as large."""
 
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Names of modules that choose among experts or weigh them: they stay as they are."""
+"""Names of modules that choose or weigh experts. Their weights are not rounded."""
 
 
 def chosen_layers(model: PreTrainedModel, asked: Quantization) -> dict[str, WeightFormat]:
-    """The linear layers of the decoder's layers, and their formats. Head and routers stay as they are."""
+    """Returns the formats of linear layers to round, by name: those in decoder layers, except routers."""
     return {
         name: format_of(asked, part.in_features)
         for name, part in _inside(model)
@@ -60,7 +60,7 @@ def chosen_layers(model: PreTrainedModel, asked: Quantization) -> dict[str, Weig
 def chosen_experts(
     model: PreTrainedModel, asked: Quantization
 ) -> dict[str, tuple[WeightFormat, WeightFormat]]:
-    """The modules of experts, and the formats of both of their products."""
+    """Returns the formats of both products of each module of experts, by name."""
     found = {}
     for name, part in _inside(model):
         if is_experts(part):
@@ -70,7 +70,7 @@ def chosen_experts(
 
 
 def _inside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of the decoder's layers, by their names in the model."""
+    """Yields names in the model, and modules, of the decoder's layers."""
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
     inside = {id(part) for part in decoder.layers.modules()}
     for name, part in model.named_modules():
@@ -84,9 +84,9 @@ def make_narrow(
     stored: Stored | None,
     numbers: Callable[[Tensor], Tensor],
 ) -> None:
-    """Replace layers by narrow ones of made-up weights, one matrix after the other.
+    """Replaces layers by narrow ones with made-up weights, one matrix after another.
 
-    numbers: makes wide numbers [..] for a parameter, which may be on the meta device.
+    numbers: makes wide values [..] for a parameter, which may be on the meta device.
     """
     linear: dict[str, WeightFormat] = {}
     experts: dict[str, tuple[WeightFormat, WeightFormat]] = {}
@@ -118,7 +118,7 @@ def make_narrow(
 def _stored_formats(
     model: PreTrainedModel, stored: Stored
 ) -> tuple[dict[str, WeightFormat], dict[str, tuple[WeightFormat, WeightFormat]]]:
-    """Formats of linear layers and of modules of experts, as a checkpoint declares them."""
+    """Returns the checkpoint's formats of linear layers, and of modules of experts, by name."""
     linear, experts = {}, {}
     for name, part in model.named_modules():
         if type(part) is nn.Linear:
@@ -135,15 +135,15 @@ def _stored_formats(
 
 
 def _per_row(fmt: WeightFormat) -> WeightFormat:
-    """The format of joined weights: a scale per matrix becomes one per output."""
+    """Returns a format for joined weights, in which a scale per matrix becomes one per output."""
     return FP8_CHANNEL if fmt == FP8_TENSOR else fmt
 
 
 class StoredLinear(nn.Module):
-    """Stands for a linear layer while its tensors arrive as the checkpoint stores them.
+    """Replaces a linear layer while its tensors are loaded in the checkpoint's format.
 
-    Its parameters have the names behind the layer's. tensors: dtypes in safetensors' words, and shapes, by
-    those names.
+    Its parameters have the tensors' names after the layer's name. tensors: safetensors' dtypes and shapes, by
+    such names.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class StoredLinear(nn.Module):
             self.bias = nn.Parameter(torch.empty_like(old.bias, device="meta"), requires_grad=False)
 
     def narrow(self, name: str) -> NarrowLinear:
-        """The layer `name` with its weight, once all tensors are here."""
+        """Returns the finished layer `name`, after all tensors were loaded."""
         tensors = dict(self.named_parameters())
         bias, scale = tensors.pop("bias", None), tensors.pop(self.scheme.input_scale, None)
         made = read(name, self.scheme, self.out_features, self.in_features, tensors)
@@ -169,7 +169,7 @@ class StoredLinear(nn.Module):
 
 
 class StoredEmbedding(StoredLinear):
-    """The same for an embedding [rows, columns], whose tensor a tied head shares."""
+    """Replaces an embedding [rows, columns] in the same way. A tied head shares its tensor."""
 
     def __init__(
         self,
@@ -184,9 +184,9 @@ class StoredEmbedding(StoredLinear):
 class NarrowConfig(QuantizationConfigMixin):
     """The argument `quantization_config` with which `from_pretrained` makes or keeps narrow weights.
 
-    asked: round what arrives. stored: keep what the files in `path` store, as it says; widened: decode it to
-    this dtype. cut: parameters of which this rank holds a part, with their whole shapes (`Divided.cut`).
-    fault: what is wrong with a weight; transformers reports another exception in its place.
+    asked: how to round arriving weights. stored: how the files in `path` store narrow weights to keep.
+    widened: decode them to this dtype. cut: parameters of which this rank has a part, with their whole shapes
+    (`Divided.cut`). fault: the error of a weight, since transformers raises another exception instead.
     """
 
     def __init__(
@@ -207,14 +207,14 @@ class NarrowConfig(QuantizationConfigMixin):
         self._experts: dict[str, StoredExperts] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NarrowConfig:
-        """Itself: transformers copies a config to read it, and what is found here is for one load."""
+        """Returns itself: transformers copies configs, but this object must collect the results of a load."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": _METHOD}
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Replace the layers of a model whose weights are to come. Sets `fault` before it raises one."""
+        """Replaces layers of a model before its weights are loaded. Stores an error in `fault` too."""
         try:
             if self._asked is not None:
                 for name, fmt in chosen_layers(model, self._asked).items():
@@ -229,14 +229,14 @@ class NarrowConfig(QuantizationConfigMixin):
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         if isinstance(model.get_input_embeddings(), StoredEmbedding) and type(head) is nn.Linear:
-            # A tied one will have the embedding's bytes.
+            # A tied head will share the embedding's bytes.
             name = next(name for name, part in model.named_modules() if part is head)
             self._shapes.pop(f"{name}.weight", None)
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Check what was loaded, and make the model an ordinary one.
+        """Checks the loaded tensors, and replaces the temporary layers by narrow ones.
 
-        BadCheckpoint if a tensor has another shape than its module: transformers does not look here.
+        Raises BadCheckpoint if a tensor has another shape than its module, which transformers does not check.
         """
         quantizer: Any = model.hf_quantizer
         quantizer.remove_quantization_config(model)
@@ -267,11 +267,11 @@ class NarrowConfig(QuantizationConfigMixin):
 
     @property
     def read_apart(self) -> tuple[str, ...]:
-        """How names of tensors begin that Kvant reads itself."""
+        """Prefixes of names of tensors that Kvant reads itself, instead of transformers."""
         return tuple(f"{name}." for name in self._experts)
 
     def _as_embedding(self, model: PreTrainedModel, table: nn.Module, head: Any) -> nn.Module:
-        """The embedding for a table as a linear layer; a tied head becomes that layer."""
+        """Returns an embedding for the linear layer `table`, which also replaces a tied head."""
         if head is not None:
             name = next(name for name, part in model.named_modules() if part is head)
             model.set_submodule(name, table)
@@ -289,12 +289,12 @@ def await_stored(
     stored: Stored,
     cut: Mapping[str, tuple[Cut, tuple[int, ...]]] = MappingProxyType({}),
 ) -> dict[str, StoredExperts]:
-    """Replace layers whose weights are narrow in the files of `path`; return where those of experts are.
+    """Replaces layers whose weights are narrow in the files of `path`. Returns where experts' tensors are.
 
     cut: as in `NarrowConfig`.
 
-    BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are no positive
-    numbers, and inputs that are reordered.
+    Raises BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are not
+    positive, and reordered inputs.
     """
     headers = read_headers(path) or ()
     home = {name: header.path for header in headers for name in header.tensors}
@@ -338,7 +338,7 @@ def await_stored(
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:
-    """Rows and columns of a linear layer's or an embedding's weight."""
+    """Returns rows and columns of a linear layer's or an embedding's weight."""
     if isinstance(part, nn.Embedding):
         return part.num_embeddings, part.embedding_dim
     assert isinstance(part, nn.Linear)
@@ -346,7 +346,7 @@ def _shape(part: nn.Module) -> tuple[int, int]:
 
 
 def _widened(narrow: NarrowLinear, dtype: torch.dtype) -> nn.Linear:
-    """The layer with its numbers as they are decoded."""
+    """Returns an ordinary linear layer with the decoded weight in `dtype`."""
     made = nn.Linear(narrow.in_features, narrow.out_features, bias=False, device="meta")
     made.weight = nn.Parameter(decode(narrow.narrow, dtype), requires_grad=False)
     if narrow.bias is not None:
@@ -357,7 +357,7 @@ def _widened(narrow: NarrowLinear, dtype: torch.dtype) -> nn.Linear:
 def _held(
     scheme: Scheme, short: str, shape: tuple[int, ...], whole: tuple[int, int], of: Cut | None
 ) -> tuple[int, ...]:
-    """The shape of what this rank reads of a layer's tensor [*shape]."""
+    """Returns the shape of this rank's part of a layer's tensor [*shape]."""
     part = None if of is None else cut_part(scheme, short, shape, whole, of)
     if part is None:
         return shape
@@ -366,7 +366,7 @@ def _held(
 
 
 class _Quantizer(HfQuantizer):
-    """Rounds on arrival. transformers then reads one tensor at a time."""
+    """Makes transformers round each weight when it arrives, so that it reads one tensor at a time."""
 
     requires_calibration = False
 
@@ -391,8 +391,8 @@ class _Quantizer(HfQuantizer):
         self.quantization_config.prepare(model)
         for name, awaited in list(model.named_parameters()):
             if self.param_needs_quantization(model, name):
-                # transformers below 5.23 casts what arrives to the dtype that it finds here: bytes would
-                # be zeros. Codes take this place.
+                # transformers below 5.23 casts an arriving weight to this parameter's dtype. For codes' uint8
+                # that would give zeros, so it is wide until the codes replace it.
                 owner, short = name.rpartition(".")[::2]
                 wide = torch.empty_like(awaited, dtype=model.dtype)
                 setattr(model.get_submodule(owner), short, nn.Parameter(wide, requires_grad=False))
@@ -406,7 +406,7 @@ class _Quantizer(HfQuantizer):
 
 
 class _Round(ConversionOps):
-    """A weight into its codes and scales."""
+    """Converts a weight to its codes and scales."""
 
     def __init__(self, config: NarrowConfig) -> None:
         self._config = config
@@ -418,7 +418,7 @@ class _Round(ConversionOps):
         target_patterns: list[str],
         **others: Any,
     ) -> Any:
-        """{name: weight} -> {name of a tensor: tensor}. The module says the format."""
+        """Converts {name: weight} to {tensor's name: tensor}. The module has the format."""
         model = others["model"]
         found: dict[str, Tensor] = {}
         for key, value in input_dict.items():
@@ -453,7 +453,7 @@ def _register() -> None:
 
 
 def round_activations(model: PreTrainedModel) -> None:
-    """Make every narrow linear layer round what it multiplies in steps of many rows."""
+    """Makes every narrow linear layer round its inputs in steps of many rows."""
     for part in model.modules():
         if isinstance(part, NarrowLinear):
             part.rounds = True

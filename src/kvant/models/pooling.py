@@ -1,4 +1,4 @@
-"""How a checkpoint makes one vector of a text, as the files of sentence-transformers say; without torch."""
+"""Reads how a checkpoint makes a vector of a text, from files of sentence-transformers. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NORM_FLOOR = 1e-12
 
 
 class Task(StrEnum):
-    """What an engine is for. AUTO: embed a checkpoint that has files of sentence-transformers."""
+    """An engine's task. AUTO: embed if the checkpoint has files of sentence-transformers, else generate."""
 
     AUTO = "auto"
     GENERATE = "generate"
@@ -30,10 +30,10 @@ class Task(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The vector of a text is the last token's hidden state behind the final norm, divided by its length.
+    """A text's vector: the last token's hidden state after the final norm, divided by its norm.
 
-    size: its numbers. dimensions: how many of the first numbers are a vector of their own, as the checkpoint
-    was trained; with any_dimension, any number of them.
+    size: number of dimensions. dimensions: smaller numbers to which the vector may be cut; with
+    any_dimension, it may be cut to any number.
     """
 
     size: int
@@ -46,7 +46,7 @@ class Pooling:
         return self.any_dimension and 0 < dimensions <= self.size
 
     def refusal(self, dimensions: int) -> str:
-        """Why a number of dimensions is not allowed, and what to do."""
+        """Returns why a number of dimensions is not allowed, and which are."""
         known = ", ".join(map(str, (*self.dimensions, self.size)))
         return (
             f"dimensions is {dimensions}; this checkpoint gives {known}. If it was trained for others, set "
@@ -56,7 +56,7 @@ class Pooling:
     def vector(
         self, hidden: bytes, dimensions: int | None = None, *, normalize: bool = True
     ) -> NDArray[np.float32]:
-        """The vector [dimensions] of a hidden state, which is `size` little-endian float32."""
+        """Returns the vector [dimensions] of a hidden state, given as `size` little-endian float32."""
         found = np.frombuffer(hidden, "<f4")[:dimensions].astype(np.float64)
         if normalize:
             found /= max(float(np.linalg.norm(found)), _NORM_FLOOR)
@@ -66,9 +66,9 @@ class Pooling:
 def choose_pooling(
     task: Task, path: Path, config: Mapping[str, Any], hidden_size: int
 ) -> Pooling | None:
-    """How an engine for the model in `path` pools; None for one that generates.
+    """Returns how an engine for the model in `path` pools; None for one that generates.
 
-    NotServable for a checkpoint that was trained with another pooling than the last token's.
+    Raises NotServable for a checkpoint that was trained with another pooling than the last token's.
     """
     modules = path / MODULES_NAME
     if task is Task.GENERATE or (task is Task.AUTO and not modules.is_file()):

@@ -1,9 +1,9 @@
-"""The shape of a model as transformers' own forward shows it, for families that Kvant does not list.
+"""Finds the shape of a model by running transformers' forward, for families that Kvant does not list.
 
-The model is made on the meta device, without a number of its weights, and runs eight tokens. An
-attention function and a mask function of our own record what every layer passes: heads, head sizes,
-window, scores' cap and sinks. What a layer would need beyond them is refused by its technique: states
-other than keys and values, sparse or biased attention, masks other than causal ones and windows.
+The model is made on the meta device, without weights' values, and runs eight tokens. Kvant's attention
+and mask functions record the arguments of every layer: heads, head sizes, window, cap of scores and
+sinks. A model with other techniques is refused, with their names: unknown states, sparse or biased
+attention, masks other than causal ones and windows.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _NAME = "kvant_probe"
 _TOKENS = 8
 _MARKER = "the step"
 _FARTHEST = 1 << 20
-"""Tokens over which a mask is looked at: more than any window."""
+"""Tokens over which a mask is evaluated: more than any window."""
 
 _MASK_DTYPES = (torch.float16, torch.float64, torch.bfloat16, torch.int8, torch.int16, torch.uint8)
-"""A mask that is made for one kind of layer is known again in another by its dtype."""
+"""One dtype for each mask of a forward, so that attention can tell which mask it received."""
 
 _PLAIN_STATES = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-"""transformers' cache layers that hold keys and values, or nothing."""
+"""transformers' cache layers that have only keys and values, or nothing."""
 
 _ALONE = frozenset({"mlp", "moe"})
-"""Kinds of layers that mix no tokens, as configs name them."""
+"""Kinds of layers that do not mix tokens, by their names in configs."""
 
 _MOST_SAID = 160
-"""Characters of an exception that a message repeats."""
+"""Most characters of an exception that an error message repeats."""
 
 _WITHOUT_MEANING = frozenset(
     {"position_ids", "cache_position", "output_hidden_states", "use_cache", "logits_to_keep"}
@@ -58,12 +58,12 @@ _WITHOUT_MEANING = frozenset(
 
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "LMHead")
-"""What the classes of models that generate text end with."""
+"""Endings of the names of classes that generate text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found. parameters: names and shapes of all weights, towers included."""
+    """The result of a probe. parameters: names and shapes of all weights, including towers."""
 
     geometry: ModelGeometry
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
@@ -75,12 +75,12 @@ class Probed:
 
 
 class _CannotRun(Exception):
-    """What a model needs and Kvant does not have, in one phrase."""
+    """Names in one phrase what a model needs and Kvant lacks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attended:
-    """One call of a layer's attention. mask: the place of its mask among those made, or None."""
+    """One call of a layer's attention. mask: index of its mask in `_Record.masks`, or None."""
 
     module: nn.Module
     q: torch.Size
@@ -94,10 +94,10 @@ class _Attended:
 
 
 def probe(config: Mapping[str, Any]) -> Probed:
-    """The shape of the model that a config.json describes, from transformers' modules.
+    """Returns the shape of the model of a config.json, from transformers' modules.
 
-    BadCheckpoint for a config that transformers does not read, NotServable for a model that needs
-    what Kvant does not have.
+    Raises BadCheckpoint for a config that transformers does not read, NotServable for a model that
+    needs techniques that Kvant lacks.
     """
     model_type = str(config.get("model_type"))
     with quiet_transformers():
@@ -133,7 +133,7 @@ def probe(config: Mapping[str, Any]) -> Probed:
 
 
 def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
-    """transformers' config, for weights that are not quantised."""
+    """Returns transformers' config, without the quantisation of weights."""
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise BadCheckpoint(
@@ -165,7 +165,7 @@ def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _with_floats(value: Any) -> Any:
-    """A JSON value with the floats that transformers writes as objects, such as infinity."""
+    """Returns a JSON value, with objects by which transformers writes floats such as infinity as floats."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -189,7 +189,7 @@ def _module(config: PreTrainedConfig) -> PreTrainedModel:
     assert isinstance(made, PreTrainedModel)
     for part in made.modules():
         if hasattr(part, "warn_if_padding_and_no_attention_mask"):
-            # It looks at the tokens.
+            # The original method reads token values, which the meta device lacks.
             part.warn_if_padding_and_no_attention_mask = _warns_of_nothing  # type: ignore[assignment]
     for name, part, mixer in find_mixers(made):
         part.forward = _Mixed(name, part, mixer.states)
@@ -198,7 +198,7 @@ def _module(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _short(fault: Exception) -> str:
-    """What an exception of transformers says, in one line."""
+    """Returns the text of transformers' exception in one short line."""
     text = " ".join(f"{type(fault).__name__}: {fault}".split())
     return text if len(text) <= _MOST_SAID else f"{text[:_MOST_SAID]}.."
 
@@ -208,7 +208,7 @@ def _warns_of_nothing(*_: object) -> None:
 
 
 def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
-    """One geometry for each decoder layer, in order."""
+    """Runs the module and returns one geometry for each decoder layer, in order."""
     with _recording() as record, torch.no_grad():
         output = _run(module)
     count = text.num_hidden_layers
@@ -279,7 +279,7 @@ def _layer(
 
 
 def _as_latent(layer: LayerGeometry, attention: Any) -> LayerGeometry:
-    """What Kvant's own decoder stores of a layer whose module expands latents before it attends."""
+    """Returns the geometry with stored latents, for a layer whose module expands them before attention."""
     rank = int(attention.kv_lora_rank)
     return replace(
         layer,
@@ -291,7 +291,7 @@ def _as_latent(layer: LayerGeometry, attention: Any) -> LayerGeometry:
 
 
 def _run(module: PreTrainedModel) -> Any:
-    """The forward of a few tokens, called as `kvant.models.modules.forward` calls it."""
+    """Runs the forward on a few tokens, with the same arguments as `kvant.models.modules.forward`."""
     takes = inspect.signature(module.forward).parameters
     if "position_ids" not in takes:
         raise _CannotRun("its forward takes no positions, by which sequences in one batch differ")
@@ -305,14 +305,14 @@ def _run(module: PreTrainedModel) -> Any:
             )
     except _CannotRun:
         raise
-    except Exception as fault:  # a forward that looks at numbers, which the meta device has not
+    except Exception as fault:  # a forward that needs values, which the meta device lacks
         raise _CannotRun(
             f"its forward cannot be probed without numbers: {_short(fault)}"
         ) from fault
 
 
 def _mixes_nothing(text: PreTrainedConfig, index: int) -> bool:
-    """Whether a layer works on each token alone."""
+    """Returns whether a layer treats each token independently."""
     for field in ("layers_block_type", "layer_types"):
         kinds = getattr(text, field, None)
         if isinstance(kinds, (list, tuple)) and index < len(kinds) and kinds[index] in _ALONE:
@@ -321,7 +321,7 @@ def _mixes_nothing(text: PreTrainedConfig, index: int) -> bool:
 
 
 def _refuse_states(output: Any, record: _Record) -> None:
-    """What the model would keep between steps beside keys, values and the states of known mixers."""
+    """Raises `_CannotRun` if the cache has other states than keys, values and those of known mixers."""
     cache = getattr(output, "past_key_values", None)
     if cache is None:
         return
@@ -354,7 +354,7 @@ def _why_missing(missing: Sequence[int], count: int, num_calls: int) -> str:
 
 
 def _window_of(mask: Callable[..., Any], text: PreTrainedConfig) -> int | None:
-    """Tokens that a far query sees under a mask, itself included; None for all before it."""
+    """Returns how many tokens a late query sees under a mask, including its own; None for all up to it."""
     keys = torch.arange(_FARTHEST)
     last = torch.tensor(_FARTHEST - 1)
     try:
@@ -371,7 +371,7 @@ def _window_of(mask: Callable[..., Any], text: PreTrainedConfig) -> int | None:
 
 
 def _is_chunked(mask: Callable[..., Any], window: int) -> bool:
-    """Whether queries at different places see different numbers of tokens."""
+    """Returns whether queries at different places see different numbers of tokens."""
     if window == _FARTHEST:
         return False
     counts = []
@@ -389,7 +389,7 @@ class _Record:
 
 
 class _Mixed:
-    """In place of the forward of a mixer that keeps states: records them, and computes nothing."""
+    """Replaces the forward of a mixer with states: records their geometry and returns zeros."""
 
     def __init__(self, name: str, module: nn.Module, states: tuple[StateGeometry, ...]) -> None:
         self._name, self._module, self._states = name, module, states
@@ -406,7 +406,7 @@ class _Mixed:
 
 
 _record: list[_Record] = []
-"""The record of the probe that runs; `quiet_transformers` lets one thread in at a time."""
+"""The record of the running probe. Only one runs at a time, because of `quiet_transformers`."""
 
 
 @contextmanager
@@ -440,7 +440,7 @@ def _attend(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """As `kvant.attention.hook.attend_through_pages`, of which it has the keywords; attends to nothing."""
+    """Records a call of attention and returns an empty output. Has `attend_through_pages`'s keywords."""
     name = type(module).__name__
     asked = [k for k, v in others.items() if v is not None and v is not False]
     asked = [keyword for keyword in asked if keyword not in _WITHOUT_MEANING]
@@ -470,7 +470,7 @@ def _attend(
 def _mask(
     batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable[..., Any], **_: Any
 ) -> Tensor:
-    """A mask of no numbers, whose dtype tells which of the forward's masks it is."""
+    """Records the mask function. Returns a mask without values, whose dtype identifies the function."""
     masks = _record[-1].masks
     if len(masks) == len(_MASK_DTYPES):
         raise _CannotRun(f"its forward makes more than {len(_MASK_DTYPES)} masks")
@@ -480,9 +480,9 @@ def _mask(
 
 
 class _Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, a forward that looks at numbers on the meta device finds zeros, and no element that is not.
+    """Makes reads of values on the meta device return zeros, and `nonzero` return no elements.
 
-    Such looks ask for images among the tokens, or for the experts that got a token.
+    Forwards read values to find images among the tokens, or experts that got a token.
     """
 
     def __torch_dispatch__(
@@ -506,5 +506,5 @@ class _Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Which expert a token gets depends on numbers; what experts give back has this shape."""
+    """Returns zeros in the shape of the experts' output, since the choice of experts depends on values."""
     return torch.zeros_like(hidden_states)

@@ -1,4 +1,4 @@
-"""Rounding weights while they are loaded (`--quantization`): methods, formats, devices and bytes.
+"""Defines how weights are rounded while they are loaded (`--quantization`): methods, formats and bytes.
 
 Needs no torch, since plans use it. On a GPU the formats are those of `kvant.weights`; on a CPU
 `kvant.models.cpu.weights` defines the layout of codes and scales.
@@ -20,13 +20,15 @@ _GROUPS = (128, 64, 32)
 
 
 class Quantization(Enum):
-    """Weights of linear layers are rounded; activations only if the name says so. Norms and embeddings stay.
+    """How weights of linear layers are rounded. Norms and embeddings are not.
 
-    The head stays on a GPU, and is int8 on a CPU.
+    The head is not rounded on a GPU, and is int8 on a CPU.
     """
 
     FP8 = "fp8"  # e4m3, a scale for each output
-    FP8_DYNAMIC = "fp8_dynamic"  # the same, and activations e4m3 by token in steps of many rows
+    FP8_DYNAMIC = (
+        "fp8_dynamic"  # weights as in FP8; in steps of many rows activations too, by token
+    )
     INT8 = "int8"  # a scale for each output
     INT4 = "int4"  # on a GPU scale and zero point for 128 weights, on a CPU scale and offset for 32
 
@@ -35,23 +37,23 @@ class Quantization(Enum):
         return self is Quantization.FP8_DYNAMIC
 
     def cpu_row_bytes(self, columns: int, *, is_head: bool) -> int:
-        """Bytes of one output's codes and scales on a CPU."""
+        """Returns the bytes of one output's codes and scales on a CPU."""
         if self is Quantization.INT4 and not is_head:
             return columns // 2 + 4 * (columns // _CPU_GROUP)
         return columns + 4
 
 
 class Activations(Enum):
-    """How `--weight-activations` rounds what products with narrow weights multiply."""
+    """How `--weight-activations` rounds the activations of products with narrow weights."""
 
     INT8 = "int8"  # on a CPU: -127..127 and a scale for 32 numbers
-    FP8 = "fp8"  # on a GPU, in steps of many tokens: e4m3 and a scale a token, or for 128 numbers
-    FP8_STATIC = "fp8_static"  # the same with the scale that the checkpoint has for each layer
-    EXACT = "exact"  # 16 bits, also where a checkpoint declares otherwise
+    FP8 = "fp8"  # on a GPU, in steps of many tokens: e4m3, a scale per token or per 128 numbers
+    FP8_STATIC = "fp8_static"  # like FP8, with the checkpoint's scale for each layer
+    EXACT = "exact"  # 16 bits, even if a checkpoint declares a rounding
 
 
 def format_of(asked: Quantization, columns: int) -> WeightFormat:
-    """The format on a GPU of a weight with `columns` inputs. NotServable if no group divides them."""
+    """Returns a weight's format on a GPU. Raises NotServable if no group size divides its `columns`."""
     if asked in (Quantization.FP8, Quantization.FP8_DYNAMIC):
         return FP8_CHANNEL
     if asked is Quantization.INT8:
@@ -67,9 +69,9 @@ def format_of(asked: Quantization, columns: int) -> WeightFormat:
 
 
 def check_quantization(asked: Quantization, device: DeviceFacts, compute: ComputeDtype) -> None:
-    """Raise NotServable, with ways out, if no kernel multiplies with such weights.
+    """Raises NotServable, with ways out, if no kernel multiplies with such weights.
 
-    Whether a forward runs the model with them is `kvant.models.select`'s to say.
+    `kvant.models.select` checks whether a forward runs the model with them.
     """
     flag = f"--quantization {asked.value}"
     without = WayOut("run without --quantization")
@@ -114,10 +116,10 @@ def quantized_bytes(
     *,
     on_gpu: tuple[int, str] | None = None,
 ) -> int:
-    """Bytes of all weights in memory.
+    """Returns the bytes of all weights in memory.
 
-    on_gpu: the bytes of a number that stays, and how names of the layers begin whose weights are rounded;
-    None for a CPU, where what stays is float32. tied_head: (outputs, inputs) of a head that is the
+    on_gpu: bytes of an unrounded number, and the name prefix of layers whose weights are rounded; None for a
+    CPU, where unrounded weights are float32. tied_head: (outputs, inputs) of a head that shares the
     embedding; a CPU stores it twice.
     """
     if on_gpu is not None:
@@ -127,7 +129,7 @@ def quantized_bytes(
         is_head = weight.name == "lm_head"
         if is_head or weight.kind is WeightKind.LINEAR:
             found += weight.rows * (asked.cpu_row_bytes(weight.columns, is_head=is_head) + 4)
-        elif not weight.name.endswith(".bias"):  # which are counted with their products
+        elif not weight.name.endswith(".bias"):  # biases are counted with their products
             found += 4 * weight.numel
     if tied_head is not None:
         rows, columns = tied_head

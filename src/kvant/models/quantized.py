@@ -1,9 +1,9 @@
-"""Checkpoints whose weights are quantised: what transformers may read, and what it must not do.
+"""Limits what transformers does with checkpoints whose weights are quantised.
 
-The weights are transformers' business (its quantisers decompress or run them). The KV cache is not:
-compressed-tensors would attach fake quantisation to keys and values wherever the checkpoint has a
-`kv_cache_scheme`, on top of what Kvant stores. So the scheme is taken out of the config that
-transformers gets to see; Kvant read it long before, when it planned.
+transformers' quantisers may decompress or run the weights. But compressed-tensors would also attach
+fake quantisation to keys and values if the checkpoint has a `kv_cache_scheme`, in addition to Kvant's
+formats. So the scheme is removed from the config that transformers gets. Kvant read it before, when
+it planned.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvant.models.geometry.weight_methods import (
 )
 
 _HALF = (torch.float16, torch.bfloat16)
-# Submodules that compressed-tensors hangs on an attention module whose KV it quantises.
+# Submodules that compressed-tensors adds to an attention module to quantise its KV.
 _FOREIGN_KV = ("kv_cache", "impl")
 
 
 def check_weights(config: PreTrainedConfig, directory: Path, device: DeviceFacts) -> None:
-    """Raise what `refuse_weights` finds, as the plan does.
+    """Raises the error that `refuse_weights` returns, as the plan does.
 
-    transformers would take the codes of weights that it cannot read for numbers, in silence.
+    transformers would silently use codes as weights if it cannot read their format.
     """
     _, declared = _declaration(config)
     said = {} if declared is None else {"quantization_config": declared}
@@ -42,9 +42,9 @@ def check_weights(config: PreTrainedConfig, directory: Path, device: DeviceFacts
 
 
 def leave_weights_only(config: PreTrainedConfig, *, keep: bool = True) -> None:
-    """Reduce the config's quantisation to that of weights, in place; none left means plain weights.
+    """Reduces the config's quantisation to that of weights, in place; removes it if nothing is left.
 
-    keep: whether transformers is to read the weights; else nothing is left.
+    keep: whether transformers will read the weights; otherwise it is removed.
     """
     holder, declared = _declaration(config)
     if declared is None:
@@ -60,14 +60,14 @@ def leave_weights_only(config: PreTrainedConfig, *, keep: bool = True) -> None:
 
 
 def decode_weights(model: PreTrainedModel, compute: torch.dtype) -> None:
-    """Decode compressed-tensors' weights now, once, into the dtype that the model computes in.
+    """Decodes compressed-tensors' weights once, to the compute dtype.
 
-    Left alone they would be decoded in the first forward, and activations quantised and decoded
-    again in every one. The model computes as its dtype says; only its weights are as coarse as
-    the checkpoint's. Decoded weights may be bfloat16, regardless of the dtype asked for.
+    Otherwise they would be decoded in the first forward, and activations would be quantised and
+    decoded in every forward. Afterwards activations are not quantised. compressed-tensors may decode to
+    bfloat16, so the weights are then converted to `compute`.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
-    if quantizer is not None:  # else there was none, or it has decoded all it had
+    if quantizer is not None:  # else there was none, or it has decoded all weights
         compressor: Any = getattr(quantizer, "compressor", None)
         if compressor is None:
             return
@@ -83,13 +83,13 @@ def decode_weights(model: PreTrainedModel, compute: torch.dtype) -> None:
 
 
 def is_compressed(config: PreTrainedConfig) -> bool:
-    """Whether compressed-tensors will read the weights."""
+    """Returns whether compressed-tensors will read the weights."""
     declared: Any = getattr(config, "quantization_config", None)
     return isinstance(declared, dict) and declared.get("quant_method") in COMPRESSED_TENSORS
 
 
 def check_nothing_quantises_kv(model: nn.Module) -> None:
-    """EngineFault if a weight quantiser has hung anything of its own on an attention module."""
+    """Raises EngineFault if a weight quantiser has added submodules to an attention module."""
     for name, module in model.named_modules():
         if not hasattr(module, "layer_idx"):
             continue
@@ -102,7 +102,7 @@ def check_nothing_quantises_kv(model: nn.Module) -> None:
 
 
 def _declaration(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, Any] | None]:
-    """The config that declares a quantisation (the whole or its text model), and what it says."""
+    """Returns the config that declares a quantisation (whole or text model's), and the declaration."""
     for holder in (config, config.get_text_config(decoder=True)):
         for key in ("quantization_config", "compression_config"):
             declared = getattr(holder, key, None)

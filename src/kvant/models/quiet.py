@@ -1,4 +1,4 @@
-"""Loading without transformers' own progress bars, log lines and warnings; Kvant reports itself."""
+"""Hides transformers' own progress bars, log lines and warnings, since Kvant reports progress itself."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _alone = threading.RLock()
 
 
 Told = Callable[[float], None]
-"""Takes the share of a model's tensors that are loaded."""
+"""Called with the share of a model's tensors that are loaded."""
 
 
 @contextmanager
 def quiet_transformers(told: Told | None = None) -> Iterator[None]:
-    """Silence transformers' bars and all logs but errors in this context.
+    """Hides transformers' bars and all logs except errors in this context.
 
-    told: called while weights are loaded, at most a hundred times a model.
-    One thread at a time, others wait: verbosity, bars and warning filters are process-wide, and so is the
-    dtype that transformers makes the default one while it loads weights.
+    told: called while weights are loaded, at most about a hundred times for a model.
+    Admits one thread at a time, because verbosity, bars and warning filters are process-wide. So is the
+    default dtype, which transformers changes while it loads weights.
     """
     with _alone:
         verbosity = logging.get_verbosity()
@@ -43,7 +43,7 @@ def quiet_transformers(told: Told | None = None) -> Iterator[None]:
 
 @contextmanager
 def quiet_compressed_tensors(applies: bool) -> Iterator[None]:
-    """Suppress standard error in this context if `applies`: these bars have no switch."""
+    """Suppresses standard error in this context if `applies`, since these bars have no switch."""
     with redirect_stderr(StringIO()) if applies else nullcontext():
         yield
 
@@ -60,7 +60,7 @@ def _without_bar(
 
 
 class _Counted:
-    """Items of known number, whose passing is told."""
+    """Iterates over items, and calls `told` with the share that has passed, once for each percent."""
 
     def __init__(self, items: Iterable[Any], told: Told) -> None:
         self._items = list(items)

@@ -1,8 +1,8 @@
-"""The shape of any model: read from its config where Kvant lists the family, else probed.
+"""Finds the shape of any model: reads it from the config of a family that Kvant lists, else probes it.
 
-A probe makes the model of transformers without its weights, which takes seconds; what it found is
-kept on disk. A probed family is served only if its greedy tokens equalled transformers' when all
-families were compared (`compared.json`, written by scripts/families.py).
+A probe makes transformers' model without its weights, which takes seconds, so its result is kept on disk.
+A probed family is served only if its greedy tokens equalled transformers' when all families were
+compared (`compared.json`, written by scripts/families.py).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
 _FORM = 4
-"""Number of the form in which a probe is kept, and of what a probe looks at."""
+"""Version of the stored form of a probe's result, and of what a probe examines."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model that a config.json describes.
+    """Returns the shape of the model of a config.json.
 
-    BadCheckpoint, naming field and value, for fields that are missing or make no sense; NotServable
-    for a model that needs what Kvant does not have, or that did not equal transformers.
+    Raises BadCheckpoint, naming field and value, for fields that are missing or invalid; NotServable
+    for a model that needs techniques that Kvant lacks, or whose tokens differed from transformers'.
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     if not isinstance(model_type, str) or is_listed(model_type) or is_drafter(config):
@@ -60,7 +60,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
 @cache
 def compared() -> Mapping[str, str | None]:
-    """By model_type: None for a family that equals transformers, else why it is not served."""
+    """Returns, by model_type, None for a family that equals transformers, else why it is not served."""
     families: dict[str, str | None] = json.loads(_COMPARED.read_text(encoding="utf-8"))["families"]
     return families
 
@@ -88,7 +88,7 @@ def _file(config: Mapping[str, Any]) -> Path:
 
 
 def _kept(config: Mapping[str, Any]) -> ModelShape | None:
-    """What an earlier probe of this config found; None where there was none or its file is broken."""
+    """Returns the stored result of a probe of this config; None without one or if its file is broken."""
     try:
         body = json.loads(_file(config).read_text(encoding="utf-8"))
         said = body["geometry"]
@@ -113,7 +113,7 @@ def _kept(config: Mapping[str, Any]) -> ModelShape | None:
 
 
 def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
-    """Write the file whole or not at all; a directory that cannot be written costs the next start time."""
+    """Stores a probe's result atomically. If it cannot be written, the next start probes again."""
     said = asdict(shape.geometry)
     said["dtype"] = shape.geometry.dtype.value
     for layer, geometry in zip(said["layers"], shape.geometry.layers, strict=True):

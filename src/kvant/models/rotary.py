@@ -1,9 +1,9 @@
-"""Rotary frequencies that do not depend on what else is in a batch.
+"""Fixes rotary frequencies, so that they do not depend on other sequences in a batch.
 
 transformers recomputes the frequencies of `longrope` and `dynamic` models in every forward, from
-the largest position it sees. In a packed batch that would let one long sequence change the others'
-tokens, and keys stored before the switch would no longer fit. The plan fixes a length
-(`kvant.models.geometry.rope`); here the modules get its frequencies.
+its largest position. In a packed batch, one long sequence would change the tokens of others, and
+keys stored before the change would have the wrong rotation. So the plan fixes a length
+(`kvant.models.geometry.rope`), and the modules get its frequencies here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvant.errors import NotServable
 
-# Prefixes that transformers gives to rope types whose frequencies move.
+# Prefixes of transformers' rope types whose frequencies change between forwards.
 _MOVING = ("dynamic", "longrope")
 
 
 def fix_frequencies(model: nn.Module, length: int | None) -> None:
-    """Set every moving rotary embedding of `model` to its frequencies at `length` positions.
+    """Sets every rotary embedding with changing frequencies to those at `length` positions.
 
-    length: None for the original length. NotServable for embeddings of several types that move.
+    length: None for the original length. Raises NotServable if several such types are in one module.
     """
     for name, module in model.named_modules():
         rope_type: Any = getattr(module, "rope_type", None)
@@ -47,4 +47,4 @@ def _fix(module: Any, rope_type: str, length: int | None) -> None:
     module.register_buffer("inv_freq", frequencies.to(stored), persistent=False)
     module.original_inv_freq = module.inv_freq
     module.attention_scaling = scaling
-    module.rope_type = "default"  # a type that transformers does not move
+    module.rope_type = "default"  # a type whose frequencies transformers does not change

@@ -1,6 +1,6 @@
-"""Asks every forward, at plan time, whether it runs a model; keeps every answer. No torch.
+"""Chooses, at plan time, the forward that runs a model, and keeps the others' reasons. No torch.
 
-To add a forward: one package under `kvant/models/` with a torch-free `info.py`, and one line here.
+To add a forward, write a package under `kvant/models/` with a torch-free `info.py`, and add one line here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ FORWARDS: tuple[ForwardInfo, ...] = (CPU, FEW_ROWS, FUSED, MODULES)
 
 
 def select_forward(facts: ForwardFacts) -> ForwardChoice:
-    """The first forward that runs this model, with the reasons of those before it.
+    """Returns the first forward that runs this model, with the reasons of the forwards before it.
 
-    NotServable where no forward runs it with the flags that were given.
+    Raises NotServable if no forward runs it with the given flags.
     """
     if facts.geometry.not_runnable is not None:
         why = facts.geometry.not_runnable
@@ -37,7 +37,7 @@ def select_forward(facts: ForwardFacts) -> ForwardChoice:
 def choose(
     info: ForwardInfo, facts: ForwardFacts, *, refused: tuple[Refused, ...] = ()
 ) -> ForwardChoice:
-    """The choice of one forward, which must not refuse these facts."""
+    """Returns the choice of one forward, which must not refuse these facts."""
     # On a CPU one forward multiplies narrow weights; for others they are decoded while they are loaded.
     keeps = not facts.on_cpu or info.rounds_itself
     return ForwardChoice(

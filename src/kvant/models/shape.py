@@ -9,7 +9,7 @@ from kvant.kv.geometry import ModelGeometry
 
 
 class ShapeSource(Enum):
-    """Where a model's shape comes from, in the words of `kvant plan`."""
+    """The source of a model's shape, in the words of `kvant plan`."""
 
     CONFIG = "config.json"
     PROBED = "probed from transformers' own forward"
@@ -17,7 +17,7 @@ class ShapeSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """num_weights: elements of all weights. parameters: names and shapes of those; where a probe saw them."""
+    """A model's shape. num_weights: elements of all weights. parameters: names and shapes, from a probe."""
 
     geometry: ModelGeometry
     source: ShapeSource

@@ -1,8 +1,8 @@
-"""Checkpoints whose weights run as they are stored: which layers are narrow, and in which dialect. No torch.
+"""Reads which layers of a checkpoint have narrow weights that run undecoded, and in which dialect. No torch.
 
 A dialect is how a checkpoint writes a narrow weight: names, shapes and dtypes of its tensors.
-`kvant.weights.dialects` turns those into `NarrowWeight`. A checkpoint that is not read here is decoded
-while it is loaded, by transformers, or refused.
+`kvant.weights.dialects` converts them to `NarrowWeight`. Other quantised checkpoints are decoded by
+transformers while they are loaded, or refused.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Schemes of a checkpoint's layers: the first group whose names match decides; None keeps numbers.
+    """How a checkpoint stores its narrow weights.
 
-    activations: what the checkpoint declares about activations, "" for nothing. rounding: the same as Kvant's
-    products round them; None where none does. words: the formats by their own names, where they have some.
+    groups: (which layers' names match, None for all; their scheme). The first match decides. left_alone:
+    matches names of layers without narrow weights. activations: the checkpoint's words about activations,
+    "" for none. rounding: how products follow it; None if they cannot. words: other names of the formats.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
@@ -58,7 +59,7 @@ class Stored:
 
     @property
     def summary(self) -> str:
-        """The formats in words."""
+        """Describes the formats."""
         if self.words:
             return self.words
         formats = ", ".join(dict.fromkeys(scheme.format.summary for _, scheme in self.groups))
@@ -66,12 +67,12 @@ class Stored:
 
     @property
     def without_input_scales(self) -> Stored:
-        """The same, with scales of activations left in the files."""
+        """A copy for which scales of activations are not read."""
         groups = tuple((names, replace(one, rounds_inputs=False)) for names, one in self.groups)
         return replace(self, groups=groups)
 
     def scheme(self, name: str) -> Scheme | None:
-        """The scheme of a linear layer by its path, such as model.layers.0.mlp.up_proj."""
+        """Returns a linear layer's scheme by its path, such as model.layers.0.mlp.up_proj; else None."""
         if self.left_alone(name):
             return None
         return next((s for chosen, s in self.groups if chosen is None or chosen(name)), None)
@@ -79,7 +80,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class NotStored:
-    """Why a checkpoint's weights do not run as they are stored."""
+    """The reason why a checkpoint's narrow weights must be decoded."""
 
     reason: str
 
@@ -87,9 +88,9 @@ class NotStored:
 def read_stored(
     config: Mapping[str, Any], device: DeviceFacts, compute: ComputeDtype | None = None
 ) -> Stored | NotStored | None:
-    """How this checkpoint's narrow weights run as stored; None for weights that are numbers. Pure.
+    """Returns how this checkpoint's narrow weights run undecoded; None if it has no narrow weights. Pure.
 
-    compute: the dtype that the model computes in; None if it is not known yet, for 16 bits.
+    compute: the compute dtype; None if it is not known yet, which means 16 bits on a GPU.
     """
     blocks = read_blocks(config)
     if blocks is not None:
@@ -115,7 +116,7 @@ def declared_activations(config: Mapping[str, Any]) -> str:
 
 
 def _blocks_on(device: DeviceFacts, compute: ComputeDtype | None) -> NotStored | None:
-    """Why GGUF's blocks do not run as they are stored on this device, or None."""
+    """Returns why products with GGUF's blocks do not run on this device, or None."""
     if device.kind is DeviceKind.CPU:
         if compute in (None, ComputeDtype.FLOAT32):
             return None
@@ -131,7 +132,7 @@ def _blocks_on(device: DeviceFacts, compute: ComputeDtype | None) -> NotStored |
 
 
 def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored | NotStored | None:
-    """The same where products are integer sums: of 4-bit integers in groups, and of 8-bit ones by output."""
+    """Returns `read_stored` for a CPU, which multiplies 4-bit integers in groups and 8-bit ones by output."""
     if compute not in (None, ComputeDtype.FLOAT32):
         return NotStored("products with narrow weights compute in float32 on a CPU")
     found = _declared(config)
@@ -145,7 +146,7 @@ def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored |
 
 
 def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
-    """What the quantization_config of a checkpoint declares."""
+    """Reads the quantization_config of a checkpoint."""
     if isinstance(config.get("text_config"), Mapping):
         return NotStored("models with several parts are decoded while they are loaded")
     try:
@@ -164,7 +165,7 @@ def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
 
 
 def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotStored | None:
-    """Models with experts: the names of their tensors are known, and one format serves all of a layer."""
+    """Reads a model with experts. It needs known names of tensors, and one format for a layer's experts."""
     family = model.text("model_type") or ""
     if method == "mxfp4":
         if family != "gpt_oss":
@@ -202,13 +203,13 @@ _EXPERTS_APART = frozenset(
         "qwen3_moe",
     }
 )
-"""Families whose checkpoints store experts.N.gate_proj, up_proj and down_proj."""
+"""Families whose checkpoints store each expert by itself: experts.N.gate_proj, up_proj and down_proj."""
 
 _ROUNDED = _EXPERTS_APART | {"gpt_oss", "mixtral"}
 
 
 def refuse_rounding_experts(config: Mapping[str, Any]) -> str | None:
-    """Why experts cannot be rounded while they are loaded, or None; also for models without experts."""
+    """Returns why experts cannot be rounded while they are loaded; None if they can or there are none."""
     family = text_section(config).get("model_type")
     if not lists_experts(config) or family in _ROUNDED:
         return None
@@ -216,7 +217,7 @@ def refuse_rounding_experts(config: Mapping[str, Any]) -> str | None:
 
 
 def read_blocks(config: Mapping[str, Any]) -> Stored | None:
-    """Matrices of a GGUF import that have their blocks (`gguf_types` in config.json); None for no such."""
+    """Returns which matrices of a GGUF import are blocks (`gguf_types` in config.json); None if none are."""
     types = config.get("gguf_types")
     if not isinstance(types, Mapping):
         return None
@@ -237,13 +238,13 @@ def read_blocks(config: Mapping[str, Any]) -> Stored | None:
 
 
 def lists_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that layers choose among experts."""
+    """Returns whether a config.json declares layers with experts."""
     sections = config, text_section(config)
     return any(section.get(field) for section in sections for field in _EXPERT_FIELDS)
 
 
 def _fp8(fields: Fields) -> Stored | NotStored:
-    """DeepSeek's and Qwen's FP8: blocks, or one scale a matrix; activations in fp8 by token, or by layer."""
+    """Reads DeepSeek's and Qwen's FP8: scales by block or matrix; activations in fp8 by token or layer."""
     block = fields.integers("weight_block_size", least=1)
     said = fields.text("activation_scheme")
     rounding = Activations.FP8 if said == "dynamic" else None
@@ -295,7 +296,7 @@ def _integers(
 
 
 def _int4(dialect: Dialect, size: int, *, zero_points: bool) -> Scheme | NotStored:
-    """Groups of any supported size; a scale per output becomes equal scales of groups of 128."""
+    """Returns a scheme of groups of `size`. A scale per output becomes equal scales of groups of 128."""
     if size < 0:
         return NotStored("4-bit weights with a scale per output have no groups")
     return _grouped(dialect, "int4", Code.INT4, size, zero_points)
@@ -341,14 +342,14 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
             when = "dynamic" if inputs.flag("dynamic", False) else "static"
             declared.append(f"{inputs.integer('num_bits', most=16)}-bit {kind}, {when}")
     if not groups:
-        return None  # it describes the KV cache alone
+        return None  # it describes only the KV cache
     left = names_chosen(fields.words("ignore") or ())
     rounding = next(iter(rounded)) if len(rounded) == 1 else None
     return Stored(tuple(groups), left, ", ".join(sorted(set(declared))), rounding=rounding)
 
 
 def _fp8_inputs(inputs: Fields, scheme: Scheme) -> Activations | None:
-    """How activations are declared, if products with this weight can round them so."""
+    """Returns the declared rounding of activations if products with this weight can do it, else None."""
     if inputs.text("type") != "float" or inputs.integer("num_bits", most=16) != 8:
         return None
     by_block, strategy = scheme.format == FP8_BLOCK, inputs.text("strategy")
@@ -416,4 +417,4 @@ _READERS: Mapping[str, Callable[[Fields], Stored | NotStored | None]] = {
     "modelopt_fp4": _modelopt,
     "compressed-tensors": _compressed_tensors,
 }
-"""By `quant_method`."""
+"""Readers of a quantization_config, by `quant_method`."""

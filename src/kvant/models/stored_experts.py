@@ -1,6 +1,6 @@
-"""Experts whose weights a checkpoint stores in a narrow format: their tensors, checked and read.
+"""Checks and reads experts' tensors that a checkpoint stores in a narrow format.
 
-Kvant reads them itself, layer by layer: transformers would stack them as numbers.
+Kvant reads them itself, layer by layer, since transformers would stack them as wide weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = None) -> Tensor:
-    """One tensor [..] of a safetensors file, or the parts of it that a rank holds."""
+    """Reads a tensor [..] of a safetensors file, or only a rank's part of it."""
     with safe_open(file, "pt", device=device) as opened:
         if cut is None:
             found: Tensor = opened.get_tensor(name)
@@ -47,7 +47,7 @@ def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = No
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """What a rank holds of each expert's matrix [rows, columns], as the files store it."""
+    """A rank's part of each expert's matrix [rows, columns] in the files. cut: None for the whole."""
 
     rows: int
     columns: int
@@ -61,8 +61,9 @@ class ExpertCut:
         *,
         turned: bool,
     ) -> ExpertCut:
-        """shape: of the rank's experts. parts: matrices that are joined by rows. cut: of the parameter of
-        transformers' module, and its whole shape, whose last dimensions are `turned` against `shape`.
+        """Returns the part for one product. shape: of the rank's experts. parts: number of matrices joined by
+        rows. cut: of the parameter of transformers' module, and its whole shape. turned: whether that shape's
+        last two dimensions are swapped, compared with `shape`.
         """
         if cut is None:
             return ExpertCut(shape[1] // parts, shape[2], None)
@@ -76,7 +77,7 @@ class ExpertCut:
 
     @property
     def held(self) -> tuple[int, int]:
-        """Rows and columns that the rank holds."""
+        """Rows and columns of the rank's part."""
         if self.cut is None:
             return self.rows, self.columns
         if self.cut.dim == -2:
@@ -84,13 +85,13 @@ class ExpertCut:
         return self.rows, self.cut.length
 
     def of_part(self, scheme: Scheme, short: str, shape: tuple[int, ...]) -> Cut | None:
-        """What the rank holds of one expert's tensor [*shape]."""
+        """Returns the cut of one expert's tensor [*shape], None for the whole tensor."""
         if self.cut is None:
             return None
         return cut_part(scheme, short, shape, (self.rows, self.columns), self.cut)
 
     def of_stack(self, scheme: Scheme) -> Cut | None:
-        """What the rank holds of blocks or scales of all experts: dimensions [experts, rows, groups, ..]."""
+        """Returns the cut of all experts' blocks or scales [experts, rows, groups, ..], None for all."""
         if self.cut is None or self.cut.dim == -2:
             return self.cut
         unit = scheme.format.columns
@@ -100,9 +101,9 @@ class ExpertCut:
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """Where the tensors of one layer's experts are.
+    """The places of the tensors of one layer's experts.
 
-    name: of their module. files, shapes: by a tensor's name. cuts: by product.
+    name: of their module. schemes, cuts: by product. files, shapes: by a tensor's name.
     """
 
     name: str
@@ -120,9 +121,9 @@ class StoredExperts:
         home: Mapping[str, Path],
         cut: Mapping[str, tuple[Cut, tuple[int, ...]]],
     ) -> StoredExperts:
-        """Find and check the tensors that `module` needs, by the files' headers. cut: as in `NarrowConfig`.
+        """Finds and checks the tensors for `module`, by the files' headers. cut: as in `NarrowConfig`.
 
-        BadCheckpoint, naming the tensor, for missing ones and for other shapes or dtypes.
+        Raises BadCheckpoint, naming the tensor, for missing ones and for other shapes or dtypes.
         """
         schemes: dict[str, Scheme] = {}
         files: dict[str, Path] = {}
@@ -167,7 +168,7 @@ class StoredExperts:
         return StoredExperts(name, schemes, files, shapes, cuts)
 
     def read_into(self, module: NarrowExperts, device: torch.device) -> None:
-        """Read all weights to the device. BadCheckpoint for scales and codes that are no numbers."""
+        """Reads all weights to the device. Raises BadCheckpoint for scales and codes that are NaN or Inf."""
         for product, (count, rows, columns) in module.shapes.items():
             scheme, of = self.schemes[product], self.cuts[product]
             if scheme.dialect is Dialect.MXFP4_EXPERTS:
@@ -211,5 +212,5 @@ class StoredExperts:
 
 
 def _at(cut: Cut | None, num_dims: int) -> Cut | None:
-    """A cut of rows (-2) or groups (-1) in a tensor [experts, rows, groups, ..]."""
+    """Converts a cut of rows (dim -2) or groups (-1) to the dimensions of [experts, rows, groups, ..]."""
     return None if cut is None else replace(cut, dim=(1 if cut.dim == -2 else 2) - num_dims)

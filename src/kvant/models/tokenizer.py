@@ -1,4 +1,4 @@
-"""Read tokenizers through transformers, without torch."""
+"""Reads tokenizers through transformers, without torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvant.models.quiet import quiet_transformers
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in the directory `path` with its chat template; runs no remote code."""
+    """Loads the tokenizer in the directory `path` with its chat template; runs no remote code."""
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False, local_files_only=True
             )
-    except Exception as fault:  # the tokenizers library raises nothing more special
+    except Exception as fault:  # the tokenizers library raises plain Exception
         raise BadCheckpoint(
             f"{path} has no tokenizer that can be read", why=f"{type(fault).__name__}: {fault}"
         ) from fault

@@ -1,4 +1,4 @@
-"""Bytes of a model's weights: from its files if they are here, else from its config.
+"""Computes the bytes of a model's weights: from its files if they are here, else from its config.
 
 The plan subtracts them from the memory before any weight is loaded; nothing here loads one.
 """
@@ -34,11 +34,11 @@ ELEMENT_BYTES = {
 }
 
 _STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of the safetensors dtypes that become the compute dtype when they are loaded."""
+"""Bytes of the safetensors dtypes that are converted to the compute dtype by loading."""
 
 
 class WeightSource(Enum):
-    """Where the number comes from, in the words of `kvant plan`'s JSON."""
+    """The source of the number, in the words of `kvant plan`'s JSON."""
 
     HEADERS = "headers"  # of the safetensors files, or their index
     ESTIMATED = "estimated"  # a closed form over the config
@@ -46,7 +46,7 @@ class WeightSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
-    """bytes and source are None together where nothing is known; reason then says why."""
+    """The bytes of a model's weights. If they are unknown, bytes and source are None, and reason says why."""
 
     bytes: int | None
     source: WeightSource | None
@@ -55,11 +55,11 @@ class WeightBytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """What a model's files say about the size of its weights.
+    """The size of a model's weights according to its files.
 
     by_dtype: bytes by safetensors dtype ("BF16"), from the headers; None without weight files.
-    total: their sum, or the sum that an index without its files states. config: config.json, with the
-    quantisation recipe that ModelOpt keeps in a file of its own.
+    total: their sum, or the sum in an index without its files. config: config.json, with the
+    quantisation recipe that ModelOpt keeps in a separate file.
     """
 
     by_dtype: Mapping[str, int] | None
@@ -70,7 +70,7 @@ class StoredWeights:
 def read_stored_weights(
     directory: Path, config: Mapping[str, Any], headers: Sequence[Header] | None
 ) -> StoredWeights:
-    """Read what `directory` says beside its headers. headers: of its weight files, None without any."""
+    """Reads the sizes in `directory`. headers: of its weight files, None without any."""
     recipe = _with_modelopt(directory, config)
     if headers is None:
         return StoredWeights(None, find_weight_files(directory).total_bytes, recipe)
@@ -90,11 +90,11 @@ def weight_bytes_of(
     decoded: bool = False,
     num_weights: int | None = None,
 ) -> WeightBytes:
-    """Bytes of the weights after loading. Pure.
+    """Returns the bytes of the weights after loading. Pure.
 
-    compute: the dtype that the model computes in; None for the bytes as stored. decoded: whether
-    quantised matrices are decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they
-    keep their size. num_weights: elements of a model whose weights Kvant does not list.
+    compute: the compute dtype; None for the stored bytes. decoded: whether quantised matrices are
+    decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they keep their size.
+    num_weights: elements of a model whose weights Kvant does not list.
     """
     if num_weights is not None and (decoded or _is_plain_and_absent(stored)):
         size = num_weights * ELEMENT_BYTES[compute or geometry.dtype]
@@ -115,7 +115,7 @@ def weight_bytes_of(
 
 
 def _is_plain_and_absent(stored: StoredWeights) -> bool:
-    """Whether there are no files of these weights, which are numbers."""
+    """Returns whether the weights are not quantised and their files are missing."""
     return stored.total is None and read_recipe(stored.config) is None
 
 
@@ -126,11 +126,11 @@ def estimate_weight_bytes(
     compute: ComputeDtype | None = None,
     decoded: bool = False,
 ) -> WeightBytes:
-    """Bytes from the config alone: the elements of every weight times the bytes of its dtype.
+    """Returns the bytes from the config alone: the elements of every weight times the bytes of its dtype.
 
-    Counts what transformers' AutoModelForCausalLM loads: no extra prediction layers (MTP), and no
-    towers that the class leaves out. Quantised weights are counted with their scales, or as what they
-    are once they are decoded.
+    Counts the weights that transformers' AutoModelForCausalLM loads: no extra prediction layers (MTP),
+    and no towers that the class omits. Quantised weights are counted with their scales, or with their
+    decoded size.
     """
     recipe = None if decoded else read_recipe(config)
     if isinstance(recipe, NoRecipe):
@@ -141,7 +141,7 @@ def estimate_weight_bytes(
             return WeightBytes(None, None, weights)
         found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
     except BadCheckpoint as fault:
-        # The shape of the KV cache does not depend on this field, so the plan can go on without it.
+        # The KV cache's shape does not depend on this field, so the plan can continue without it.
         return WeightBytes(None, None, fault.what)
     reason = "counted from config.json"
     if decoded:
@@ -156,9 +156,9 @@ def quantized_weight_bytes(
     *,
     compute: ComputeDtype | None = None,
 ) -> WeightBytes:
-    """Bytes in memory after weights were quantised while they were loaded, counted from the config.
+    """Returns the bytes in memory of weights quantised while they are loaded, from the config.
 
-    compute: the dtype of weights that stay on a GPU; None for a CPU.
+    compute: the dtype of weights that are not quantised, on a GPU; None for a CPU.
     """
     weights = _model_weights(config, geometry)
     if isinstance(weights, str):
@@ -185,14 +185,14 @@ def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -
 
 
 def list_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[Weight, ...]:
-    """Every weight of a model of a listed family."""
+    """Returns every weight of a model of a listed family."""
     found = _model_weights(config, geometry)
     assert not isinstance(found, str), found
     return tuple(found)
 
 
 def _model_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
-    """Every weight of the model, or why they cannot be listed."""
+    """Returns every weight of the model, or why they cannot be listed."""
     if is_drafter(config):
         return draft_weights(config, geometry)
     if not is_listed(geometry.model_type):
@@ -207,13 +207,13 @@ def _model_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterat
 def _decoder(
     config: Mapping[str, Any], family: Family, geometry: ModelGeometry
 ) -> Iterator[Weight]:
-    """Layers, embedding, final norm, and the head unless it is the embedding itself."""
+    """Yields weights of layers, embedding, final norm, and of a head that is not tied to the embedding."""
     fields = text_fields(config, family)
     at = family.prefix.removesuffix(".layers")
     yield from family.weights(fields, geometry.layers)
     yield embedding(f"{at}.embed_tokens", geometry.vocab_size, geometry.hidden_size)
     yield vector(f"{at}.norm", geometry.hidden_size)
-    # A class made for the whole config asks the whole config; one for its text section asks that.
+    # Classes for the whole config read this field there, and classes for the text section in that section.
     whole = Fields(config) if at == "model.language_model" else fields
     if not whole.flag("tie_word_embeddings", family.tied):
         yield embedding("lm_head", geometry.vocab_size, geometry.hidden_size)
@@ -222,9 +222,9 @@ def _decoder(
 def _loaded(
     stored: Mapping[str, int], config: Mapping[str, Any], compute: ComputeDtype | None
 ) -> Mapping[str, int]:
-    """Bytes by dtype after loading: floats become the compute dtype.
+    """Returns bytes by dtype after loading, which converts floats to the compute dtype.
 
-    In a quantised checkpoint 32-bit floats are scales, which stay what they are.
+    In a quantised checkpoint, 32-bit floats are scales, which are not converted.
     """
     if compute is None:
         return stored
@@ -238,7 +238,7 @@ def _loaded(
 
 
 def _with_modelopt(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config, with the recipe that ModelOpt keeps in a file of its own."""
+    """Returns the config, with the recipe that ModelOpt keeps in a separate file."""
     path = directory / MODELOPT_FILE
     if "quantization_config" in config or not path.is_file():
         return config

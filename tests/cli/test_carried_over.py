@@ -203,6 +203,7 @@ def test_a_line_of_vllm_is_translated_as_far_as_it_can_be() -> None:
             "a/b --port 80",
         ),
         ("vllm", "A=1 vllm serve vllm/x --port 80", "vllm/x --port 80"),
+        ("vllm", "vllm serve vllm/x --port $PORT", "vllm/x --port '$PORT'"),
         ("llama-server", "./build/bin/llama-server -m x.gguf --port 80", "x.gguf --port 80"),
         ("llama-server", "docker run ghcr.io/ggml-org/llama.cpp:server -m x.gguf", "x.gguf"),
     ],

@@ -256,7 +256,8 @@ def _valued(flag: str, value: str, param: TyperOption) -> Iterator[str]:
     if is_number and (found := _COUNT.fullmatch(value)):
         number = Decimal(found[1]) * _UNITS[found[2]]
         value = str(int(number)) if number == int(number) else str(number)
-    if is_number and not _is_number(value, whole=param.metavar == "INT"):
+    is_placeholder = value[:1] in ("$", "<")  # in a line that --from-vllm translates
+    if is_number and not is_placeholder and not _is_number(value, whole=param.metavar == "INT"):
         kind = "a whole number, such as 4096 or 4k" if param.metavar == "INT" else "a number"
         raise BadValue(f"{flag} is {value or 'empty'}", why=f"it must be {kind}")
     yield flag

@@ -149,6 +149,31 @@ def test_a_gpu_keeps_the_files_bytes_too(only: ForwardInfo, tied: bool, tmp_path
     assert isinstance(model._module.get_input_embeddings(), NarrowEmbedding)
 
 
+def test_blocks_of_another_file_take_the_place_of_those_that_run(tmp_path: Path) -> None:
+    """As `LLM.refit` does on a GPU, where products read joined blocks."""
+    alike = {**SMALL, "attn_k": "Q4_1", "ffn_up": "Q8_0"}
+    path = write(tmp_path / "m.gguf", "qwen3", alike)
+    values = {name: value[::-1].copy() for name, value in tensors("qwen3").items()}
+    types = {"token_embd": "Q4_0", "attn_q": "Q4_1", "attn_k": "Q4_1", "attn_v": "Q4_0"}
+    chosen = {
+        name: Type[kind]
+        for name in values
+        for part, kind in types.items()
+        if f"{part}.weight" in name
+    }
+    other = write_gguf(tmp_path / "o.gguf", metadata("qwen3"), values, "qwen3", chosen)
+
+    def text(model: LoadedModel) -> Tensor:
+        steps = driver.Driver(driver.pool(model.plan, 40), backend())
+        ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+        return model.forward(ids, call, torch.arange(len(TEXT)))
+
+    running, wanted = (load_as_on_a_gpu(where, FUSED) for where in (path, other))
+    assert not torch.equal(text(running), text(wanted))
+    running.refit(load_as_on_a_gpu(other, MODULES))
+    assert torch.equal(text(running), text(wanted))
+
+
 def test_a_gpu_keeps_blocks_in_16_bits_and_says_how_to_have_them(tmp_path: Path) -> None:
     config = {"gguf_types": {"model.layers.0.mlp.up_proj": "Q4_K"}}
     gpu = DeviceFacts(DeviceKind.CUDA, "sm_90")

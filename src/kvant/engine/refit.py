@@ -60,7 +60,8 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         target.local.path,
         target.kv,
         target.geometry,
-        own or ForwardChoice(MODULES),  # the latter keeps the parameters' layout; it never runs
+        # This one keeps the parameters' layout; it never runs.
+        own or ForwardChoice(MODULES, stored=found.forward.stored),
         device=torch.device("cpu"),  # a GPU has no room for a second model beside the pages
         rotary_length=found.rotary_length,
     )

@@ -185,7 +185,7 @@ def _haystack(url: str, model: str) -> None:
     assert reply.meta["usage"]["completion_tokens"] == 4
     tools: Any = pytest.importorskip("haystack.tools")
     pieces: list[Any] = []
-    kwargs = {"tool_choice": "required", "max_tokens": 400}
+    kwargs = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
     (reply,) = found.run(
         [dataclasses.ChatMessage.from_user("hi")], generation_kwargs=kwargs,
         tools=[tools.create_tool_from_function(add)], streaming_callback=pieces.append,

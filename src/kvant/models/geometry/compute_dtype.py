@@ -1,4 +1,4 @@
-"""Resolve the dtype that a model computes in (`--dtype auto`), with its reason. No torch."""
+"""Resolves the dtype that a model computes in (`--dtype auto`), with its reason. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _AVX2_FLAGS = frozenset({"avx2", "fma", "f16c"})
 def resolve_compute_dtype(
     requested: ComputeDtype | None, geometry: ModelGeometry, device: DeviceFacts
 ) -> tuple[ComputeDtype, str]:
-    """The dtype and why. requested None: `auto`.
+    """Returns the dtype and the reason. requested: None means `auto`.
 
-    auto is the config's dtype, except float32 instead of a 16-bit dtype on a CPU without bfloat16
-    arithmetic: there 16-bit matrix products are converted element by element, which is slower than
+    auto is the config's dtype, but float32 instead of a 16-bit dtype on a CPU without bfloat16
+    arithmetic. Such a CPU converts 16-bit products element by element, which is slower than
     float32 and less exact.
     """
     if requested is not None:
@@ -36,20 +36,20 @@ def resolve_compute_dtype(
 
 
 def host_cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """True if this machine's CPU multiplies bfloat16 numbers, by the flags that Linux lists.
+    """Returns whether this machine's CPU multiplies bfloat16 numbers, by the flags that Linux lists.
 
-    False without such a list (macOS, Windows).
+    Returns False without such a list (macOS, Windows).
     """
     return not _BF16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
 
 
 def host_cpu_has_avx2(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """True if this machine's CPU has AVX2, FMA and F16C; False without Linux's list."""
+    """Returns whether this machine's CPU has AVX2, FMA and F16C; False without Linux's list."""
     return _cpu_flags(cpuinfo) >= _AVX2_FLAGS
 
 
 def _cpu_flags(cpuinfo: Path) -> set[str]:
-    """The first processor's flags."""
+    """Returns the first processor's flags."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:

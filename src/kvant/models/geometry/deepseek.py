@@ -60,7 +60,7 @@ def _attention(fields: Fields, layer: LayerGeometry, hidden: int) -> Iterator[We
 
 
 def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
-    """The extra layers that predict further tokens (MTP) are not loaded, so not counted."""
+    """Yields the weights, without extra layers that predict further tokens (MTP), which are not loaded."""
     hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
     size = fields.integer("moe_intermediate_size")
     count = fields.integer("n_routed_experts", "num_local_experts", "num_experts")

@@ -1,4 +1,4 @@
-"""The shape and weights of a DFlash drafter, and what it needs to know about its target.
+"""Reads the shape and weights of a DFlash drafter, and facts about its target.
 
 Two styles of config.json. z-lab's is a Qwen3 config with a `dflash_config` section; speculators' is
 a config of its own with a `transformer_layer_config` section. Both describe the same network: a few
@@ -43,13 +43,13 @@ _RELATIVES = {"markov_rank": "DSpark", "selector_rank": "DFlash2"}
 
 @dataclass(frozen=True, slots=True)
 class DraftFacts:
-    """What running a drafter needs beside its geometry.
+    """Facts for running a drafter, besides its geometry.
 
     block_size: tokens of a block; the first is known, so it drafts at most block_size - 1.
-    target_layer_ids: decoder layers of the target whose output is tapped, in the order in which the
-    drafter concatenates them. mask_token_id: stands in the block where a token is to be drafted.
-    draft_vocab_size: rows of the drafter's own head; below target_vocab_size its tokens go through
-    the checkpoint's d2t table.
+    target_layer_ids: decoder layers of the target whose outputs the drafter reads and concatenates in
+    this order. mask_token_id: the token in the block at places to be drafted.
+    draft_vocab_size: rows of the drafter's own head. If it is less than target_vocab_size, the
+    checkpoint's d2t table maps its tokens to the target's.
     """
 
     block_size: int
@@ -62,10 +62,10 @@ class DraftFacts:
 def read_draft_geometry(
     config: Mapping[str, Any], target: ModelGeometry
 ) -> tuple[ModelGeometry, DraftFacts]:
-    """A drafter's shape and facts, checked against its target.
+    """Returns a drafter's shape and facts, checked against its target.
 
     Layers are called "layers.0.self_attn". Raises BadCheckpoint, naming field and value, for a
-    config that is no DFlash drafter's, that is another target's, or whose fields make no sense.
+    config of another kind of model or for another target, and for invalid fields.
     """
     if not isinstance(config, Mapping):
         raise BadCheckpoint("config.json is no JSON object", why=f"it is {shown(config)}")
@@ -89,10 +89,10 @@ def read_draft_geometry(
 
 
 def draft_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
-    """Every weight, or why they cannot be listed.
+    """Returns every weight, or why they cannot be listed.
 
-    z-lab's drafters bring their layers and the projection of the target's hidden states: they embed
-    and score tokens with the target's matrices.
+    z-lab's drafters have their own layers and projection of the target's hidden states. They use the
+    target's embedding and head.
     """
     top = Fields(config)
     dflash = top.inside("dflash_config")
@@ -148,7 +148,7 @@ def _z_lab(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, DraftFact
 
 
 def _z_lab_kinds(top: Fields, dflash: Fields) -> tuple[Sequence[LayerType], Sequence[bool]]:
-    """What layer_types says, and which layers have a window after `use_swa`."""
+    """Returns the layers' types, and which layers have a window, as in the table above."""
     count = num_layers(top)
     kinds = read_layer_types(top, (LayerType.FULL,) * count)
     sliding = [kind is LayerType.SLIDING for kind in kinds]
@@ -158,7 +158,7 @@ def _z_lab_kinds(top: Fields, dflash: Fields) -> tuple[Sequence[LayerType], Sequ
 
 
 def _z_lab_block(top: Fields, dflash: Fields) -> int:
-    """Older configs have block_size at the top, newer ones inside."""
+    """Reads block_size, which older configs have at the top and newer ones inside."""
     inside = dflash.optional_integer("block_size", least=2, most=_MAX_BLOCK)
     outside = top.optional_integer("block_size", least=2, most=_MAX_BLOCK)
     if inside is not None and outside is not None and inside != outside:
@@ -170,7 +170,7 @@ def _z_lab_block(top: Fields, dflash: Fields) -> int:
 
 
 def _evenly_spaced(fields: Fields, target: ModelGeometry, count: int) -> tuple[int, ...]:
-    """The layers that z-lab's code taps where the config names none: as many as draft layers."""
+    """Returns the target layers that z-lab's code reads by default: as many as draft layers."""
     layers = len(target.layers)
     if count == 1:
         return (layers // 2,)
@@ -205,7 +205,7 @@ def _speculators(top: Fields, target: ModelGeometry) -> tuple[ModelGeometry, Dra
     draft_vocab = top.optional_integer(name) or vocab
     if draft_vocab > target.vocab_size:
         raise _other_target(top, name, f"a vocabulary of {target.vocab_size}")
-    # Counted from the embedding's output on: the output of decoder layer n is number n + 1.
+    # Number 0 is the embedding's output, so the output of decoder layer n is number n + 1.
     name = "aux_hidden_state_layer_ids"
     ids = top.integers(name, least=1, most=MAX_LAYERS)
     if ids is None:
@@ -248,7 +248,7 @@ def _geometry(
 
 
 def _check_hidden(top: Fields, inner: Fields, target: ModelGeometry) -> None:
-    """The drafter reads the target's hidden states and embeds tokens as the target does."""
+    """Raises BadCheckpoint unless the drafter has the target's hidden size, since it reads hidden states."""
     wide = f"a hidden size of {target.hidden_size}"
     size = top.optional_integer("target_hidden_size")
     if size is not None and size != target.hidden_size:
@@ -285,7 +285,7 @@ def _other_target(fields: Fields, name: str, has: str) -> BadCheckpoint:
 
 
 def _first_flag(*places: tuple[Fields, str]) -> bool | None:
-    """The first of several spellings that is there."""
+    """Returns the first of several spellings of a flag that is present, else None."""
     for fields, name in places:
         if fields.has(name):
             return fields.flag(name)

@@ -1,6 +1,6 @@
-"""The list of families, and which of them a config belongs to.
+"""Lists the families, and finds the family of a config.
 
-To add a family: one file that makes a `Family`, one line here.
+To add a family, write one file that makes a `Family`, and add one line here.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ _BY_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 
 
 def find_family(config: Mapping[str, Any]) -> Family:
-    """By model_type, as transformers chooses its class.
+    """Finds a config's family by model_type, by which transformers also chooses its class.
 
-    Raises BadCheckpoint for a model of no family, which includes known models with a head that does
-    not generate text, drafters, and configs without a model_type.
+    Raises BadCheckpoint if there is none: also for known models with a head that does not generate text,
+    drafters, and configs without a model_type.
     """
     top = Fields(config)
     model_type, architectures = top.text("model_type"), top.words("architectures") or ()
@@ -69,23 +69,23 @@ def find_family(config: Mapping[str, Any]) -> Family:
 
 
 def name_of(config: Mapping[str, Any]) -> str:
-    """What a message calls the model: its architecture, else its model_type."""
+    """Returns the model's name in messages: its architecture, else its model_type."""
     top = Fields(config)
     return (top.words("architectures") or (top.text("model_type") or "of no name",))[0]
 
 
 def is_listed(model_type: str) -> bool:
-    """Whether Kvant reads the shape of such models from the config alone."""
+    """Returns whether Kvant reads the shape of such models from the config alone."""
     return model_type in _BY_TYPE
 
 
 def is_drafter(config: Mapping[str, Any]) -> bool:
-    """Whether a config describes a DFlash drafter, in either style."""
+    """Returns whether a config describes a DFlash drafter, in either style."""
     return "dflash_config" in config or "speculators_model_type" in config
 
 
 def text_fields(config: Mapping[str, Any], family: Family) -> Fields:
-    """The section of the config with the decoder's fields."""
+    """Returns the section of the config with the decoder's fields."""
     if not family.in_text_config:
         return Fields(config, defaults=family.defaults)
     text = Fields(config).inside("text_config", family.defaults)

@@ -1,4 +1,4 @@
-"""Read an unchecked config.json: a value of the right kind, or BadCheckpoint.
+"""Reads an unchecked config.json: returns a value of the right kind, or raises BadCheckpoint.
 
 `null` and a missing key are the same thing, as in transformers. A message names the field, with the
 section it stands in, and the value that was found.
@@ -13,7 +13,7 @@ from typing import Any
 from kvant.errors import BadCheckpoint, WayOut
 
 MAX_WIDTH = 2**24
-"""More than any width, head count or vocabulary of a model, so that absurd numbers stop here."""
+"""More than any width, head count or vocabulary of a model. Larger numbers are refused as absurd."""
 
 MAX_LAYERS = 4096
 MAX_TOKENS = 2**40
@@ -36,7 +36,7 @@ class Fields:
         self._defaults = defaults or {}
 
     def raw(self, name: str) -> Any:
-        """The value as it stands, else the family's default, else None."""
+        """Returns the unchecked value, else the family's default, else None."""
         value = self._values.get(name)
         return self._defaults.get(name) if value is None else value
 
@@ -44,11 +44,11 @@ class Fields:
         return self.raw(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """True if the config says `null`, for families that distinguish it from a missing key."""
+        """Returns whether the value is `null`, for families that distinguish it from a missing key."""
         return name in self._values and self._values[name] is None
 
     def bad(self, name: str, why: str) -> BadCheckpoint:
-        """The error to raise about one field."""
+        """Returns the error to raise about one field."""
         value = self._values.get(name)
         what = "is missing" if value is None else f"is {shown(value)}"
         return BadCheckpoint(
@@ -58,7 +58,7 @@ class Fields:
         )
 
     def integer(self, *names: str, least: int = 1, most: int = MAX_WIDTH) -> int:
-        """A whole number. Several names spell one field: the first that is there counts."""
+        """Returns a whole number. Several names spell one field: the first that is present counts."""
         value = self.optional_integer(*names, least=least, most=most)
         if value is None:
             raise self.bad(names[0], "a model cannot be planned without it")
@@ -69,7 +69,7 @@ class Fields:
             value = self.raw(name)
             if value is None:
                 continue
-            # bool is an int in Python; in a config `true` is no number.
+            # bool is an int in Python, but `true` in a config is not a number.
             if type(value) is not int or not least <= value <= most:
                 raise self.bad(name, f"it must be a whole number from {least} to {most}")
             return value
@@ -98,7 +98,7 @@ class Fields:
         return value
 
     def words(self, name: str) -> tuple[str, ...] | None:
-        """A list of texts."""
+        """Returns a list of texts, or None if it is missing."""
         value = self.raw(name)
         if value is None:
             return None
@@ -109,7 +109,7 @@ class Fields:
     def integers(
         self, name: str, *, least: int = 0, most: int = MAX_WIDTH
     ) -> tuple[int, ...] | None:
-        """A list of whole numbers."""
+        """Returns a list of whole numbers, or None if it is missing."""
         value = self.raw(name)
         if value is None:
             return None
@@ -118,7 +118,7 @@ class Fields:
         return tuple(value)
 
     def inside(self, name: str, defaults: Mapping[str, Any] | None = None) -> Fields | None:
-        """A nested section, or None where it is missing."""
+        """Returns a nested section, or None if it is missing."""
         value = self.raw(name)
         if value is None:
             return None
@@ -132,13 +132,13 @@ class Fields:
 
 
 def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a config.json with the decoder's fields, where any family has them."""
+    """Returns the section of a config.json with the decoder's fields, for any family."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) else config
 
 
 def shown(value: Any) -> str:
-    """A value for a message, shortened."""
+    """Returns a value as a shortened text for a message."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}.."
 

@@ -1,4 +1,4 @@
-"""read_geometry: from config.json to the shape that planning and storage need. No torch."""
+"""Reads from config.json the shape that planning and storage need. No torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MAX_VOCABULARY = 2**28
 
 
 def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
-    """The shape of the model that a config.json describes.
+    """Returns the shape of the model of a config.json.
 
     Layers have the names of the attention modules in the class that transformers'
     AutoModelForCausalLM makes of the config. Raises BadCheckpoint, naming field and value, for a
-    model of no known family and for fields that are missing or make no sense.
+    model of an unknown family and for missing or invalid fields.
     """
     if not isinstance(config, Mapping):
         raise BadCheckpoint("config.json is no JSON object", why=f"it is {shown(config)}")
@@ -45,9 +45,9 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
 
 
 def read_dtype(*sections: Fields) -> ComputeDtype:
-    """`dtype`, or `torch_dtype` as it was called before, in the first section that has one.
+    """Returns `dtype`, or `torch_dtype` (its former name), of the first section that has one.
 
-    Without any it is float32, torch's default: what transformers builds from such a config.
+    Without any it is float32, as in transformers.
     """
     for section in sections:
         for name in ("dtype", "torch_dtype"):
@@ -62,12 +62,12 @@ def read_dtype(*sections: Fields) -> ComputeDtype:
 
 
 def read_state_dtype(fields: Fields) -> str | None:
-    """The dtype that the config wishes for recurrent states."""
+    """Returns the config's dtype of recurrent states, or None."""
     return fields.text("mamba_ssm_dtype") if fields.has("mamba_ssm_dtype") else None
 
 
 def read_max_model_len(fields: Fields) -> int | None:
-    """The longest context that the positions allow, None where the config has no number.
+    """Returns the longest context that the positions allow, None if the config has no number.
 
     `max_position_embeddings` is the length after rope scaling (transformers' meaning). A config to
     which its user added YaRN by hand often keeps the old number: there the scaled length counts,
@@ -91,7 +91,7 @@ def read_max_model_len(fields: Fields) -> int | None:
 
 
 def _refuse_unread_overrides(fields: Fields, family: Family) -> None:
-    """transformers lets any config override fields of single layers."""
+    """Raises BadCheckpoint for overrides of single layers' fields if the family does not read them."""
     if fields.has("per_layer_config") and not family.single_layers_differ:
         raise fields.bad(
             "per_layer_config", f"Kvant does not know {family.title} with layers that differ"

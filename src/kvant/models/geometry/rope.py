@@ -1,4 +1,4 @@
-"""Rotary embeddings as the config describes them, and which frequencies every position gets. No torch.
+"""Reads rotary embeddings from the config, and decides the frequencies of every position. No torch.
 
 transformers recomputes the frequencies of `longrope` and `dynamic` models in every forward, from the
 largest position in the batch. A cache holds keys that are rotated already, so Kvant decides once:
@@ -20,16 +20,16 @@ from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown, text_section
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 ROPE_TYPES = ("default", "linear", DYNAMIC, "yarn", LONGROPE, "llama3", "proportional")
-"""What transformers computes; "su" and "mrope" are former names that it still reads."""
+"""Types that transformers computes. It still reads "su" and "mrope", which are former names."""
 
 _FORMER = {"su": LONGROPE, "mrope": "default"}
 
 
 @dataclass(frozen=True, slots=True)
 class MovingRotary:
-    """Frequencies that transformers moves with the length, fixed.
+    """The fixed length of frequencies that transformers changes with the length.
 
-    length: tokens for which they are computed. original: tokens up to which they do not move.
+    length: tokens for which they are computed. original: tokens up to which they do not change.
     """
 
     rope_type: str
@@ -41,9 +41,9 @@ class MovingRotary:
 def fix_rotary(
     config: Mapping[str, Any], geometry: ModelGeometry, max_model_len: int | None
 ) -> tuple[ModelGeometry, MovingRotary | None]:
-    """The geometry with the longest context that is served, and what was decided; None if none moves.
+    """Returns the geometry with the longest served context, and the decision; None if no frequency changes.
 
-    max_model_len: what --max-model-len asks for, or None. NotServable for several moving types.
+    max_model_len: of --max-model-len, or None. Raises NotServable for several types that change.
     """
     moving = _moving(config, geometry)
     if moving is None:
@@ -66,12 +66,12 @@ def fix_rotary(
 
 
 def rope_types(fields: Fields) -> tuple[str, ...]:
-    """The rotary types of a decoder's layers, in transformers' names. BadCheckpoint for others."""
+    """Returns the rotary types of a decoder's layers. Raises BadCheckpoint unless transformers knows them."""
     return tuple(_type_of(section) for section in _sections(fields))
 
 
 def original_length(fields: Fields, rope: Fields) -> int | None:
-    """Tokens up to which the frequencies of a moving rotary embedding stay."""
+    """Returns the number of tokens up to which transformers does not change the frequencies."""
     return (
         fields.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
         or rope.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
@@ -80,12 +80,12 @@ def original_length(fields: Fields, rope: Fields) -> int | None:
 
 
 def rope_section(fields: Fields) -> Fields | None:
-    """`rope_parameters`, or `rope_scaling` as it was called before."""
+    """Returns the section `rope_parameters`, or `rope_scaling`, its former name."""
     return fields.inside("rope_parameters") or fields.inside("rope_scaling")
 
 
 def _sections(fields: Fields) -> list[Fields]:
-    """One section for all layers, or one for each kind of layer."""
+    """Returns one section for all layers, or one for each kind of layer."""
     rope = rope_section(fields)
     if rope is None:
         return []
@@ -104,7 +104,7 @@ def _type_of(section: Fields) -> str:
 
 
 def _moving(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[str, int] | None:
-    """The rotary type whose frequencies move, and its original length."""
+    """Returns the rotary type whose frequencies change, and its original length."""
     fields = Fields(text_section(config))
     sections = _sections(fields)
     # `read_geometry` refuses unknown types; transformers did so where the shape was probed.

@@ -1,8 +1,8 @@
-"""How a checkpoint's weights are quantised, and whether transformers could read them here. No torch.
+"""Checks how a checkpoint's weights are quantised, and whether transformers can read them here. No torch.
 
-transformers has a reader for each method, most of which need a package of their own. A checkpoint
-whose weights cannot be read is refused while it is planned: its codes would be taken for numbers, or
-the start would fail after the download.
+transformers has a reader for each method, and most readers need another package. A checkpoint
+whose weights cannot be read is refused while it is planned. Otherwise its codes would be used as
+weights, or the start would fail after the download.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = WayOut("take the model's unquantised weights")
 
 @dataclass(frozen=True, slots=True)
 class _Method:
-    """packages: import names that its reader needs. on_cpu: whether it runs on a CPU."""
+    """A method's needs. packages: import names for its reader. on_cpu: whether it runs on a CPU."""
 
     packages: tuple[str, ...] = ()
     on_cpu: bool = True
@@ -59,7 +59,7 @@ METHODS: Mapping[str, _Method] = {
 
 
 def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What config.json says of quantised weights, at its top or in its text model; None for nothing."""
+    """Returns config.json's declaration of quantised weights, at its top or in its text model, or None."""
     for section in (config, config.get("text_config")):
         if not isinstance(section, Mapping):
             continue
@@ -73,7 +73,7 @@ def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None
 
 
 def method_of(declared: Mapping[str, Any]) -> str:
-    """`quant_method`; bitsandbytes' older configs have flags instead. "" for no name."""
+    """Returns `quant_method`, or its value for bitsandbytes' older configs, which have flags; "" for none."""
     if declared.get("load_in_8bit") or declared.get("load_in_4bit"):
         return "bitsandbytes"
     return str(declared.get("quant_method") or "")
@@ -86,7 +86,7 @@ def is_modelopt(declared: Mapping[str, Any]) -> bool:
 def refuse_weights(
     config: Mapping[str, Any], directory: Path, device: DeviceFacts
 ) -> ConfigError | None:
-    """Why the weights in `directory` cannot be read on this machine and run there; None if they can."""
+    """Returns why the weights in `directory` cannot be read here and run on `device`; None if they can."""
     declared = declared_quantization(config)
     if declared is None:
         return _refuse_modelopt_file(directory)
@@ -97,7 +97,7 @@ def refuse_weights(
     if name in COMPRESSED_TENSORS:
         name = COMPRESSED_TENSORS[0]
         if not declared.get("config_groups"):
-            return None  # the weights are plain, and nothing reads them but transformers
+            return None  # the weights are not quantised, and only transformers reads them
     method = METHODS.get(name)
     if method is None:
         return NotServable(
@@ -122,7 +122,7 @@ def refuse_weights(
 
 
 def _distributions(packages: list[str]) -> str:
-    """Names that pip knows the packages by."""
+    """Returns the packages' names for pip."""
     return " ".join({"flute": "flute-kernel"}.get(p, p.replace("_", "-")) for p in packages)
 
 
@@ -131,7 +131,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _refuse_modelopt_file(directory: Path) -> ConfigError | None:
-    """ModelOpt writes a file of its own, sometimes with nothing in config.json."""
+    """Returns the error for ModelOpt's own file, which may exist without an entry in config.json."""
     path = directory / MODELOPT_FILE
     if not path.is_file():
         return None
@@ -143,7 +143,7 @@ def _refuse_modelopt_file(directory: Path) -> ConfigError | None:
 
 
 def _refuse_modelopt(declared: Mapping[str, Any], path: Path) -> ConfigError | None:
-    """A checkpoint of which ModelOpt quantised the KV cache alone has plain weights."""
+    """Returns the error for weights quantised by ModelOpt; None if it quantised only the KV cache."""
     quantization = declared.get("quantization", declared)
     algorithm = quantization.get("quant_algo") if isinstance(quantization, Mapping) else None
     if not algorithm:

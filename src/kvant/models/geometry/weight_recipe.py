@@ -1,8 +1,8 @@
-"""How a checkpoint stores quantised weights by `quantization_config`: bytes of one matrix.
+"""Computes the bytes of quantised matrices in a checkpoint from its `quantization_config`.
 
-Scales are counted too: they are up to an eighth of a 4-bit matrix. What a recipe does not name, and
-embeddings, norms and the head of almost all recipes, keep the model's dtype. A recipe that Kvant
-cannot turn into bytes is a `NoRecipe` with the reason.
+Scales are counted too: they are up to an eighth of a 4-bit matrix. Matrices that a recipe does not name
+keep the model's dtype, and so do embeddings, norms and, in almost all recipes, the head. For a recipe
+whose bytes Kvant cannot compute, the result is a `NoRecipe` with the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NoRecipe:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Modules (by name, or None for all) and what their matrices take."""
+    """Modules (by name, or None for all) and the bytes of their matrices."""
 
     chosen: Callable[[str], bool] | None
     matrix: MatrixBytes
@@ -52,7 +52,7 @@ class Recipe:
     kinds: tuple[WeightKind, ...] = _QUANTISED
 
     def stored_bytes(self, weight: Weight) -> int | None:
-        """Bytes of a weight in the checkpoint, or None where it keeps the model's dtype."""
+        """Returns the bytes of a weight in the checkpoint, or None if it keeps the model's dtype."""
         if weight.kind not in self.kinds or self.left_alone(weight.name):
             return None
         for group in self.groups:
@@ -62,7 +62,7 @@ class Recipe:
 
 
 def read_recipe(config: Mapping[str, Any]) -> Recipe | NoRecipe | None:
-    """The recipe in `quantization_config`; None for weights in the model's dtype."""
+    """Returns the recipe in `quantization_config`; None for weights in the model's dtype."""
     try:
         fields = Fields(config).inside("quantization_config")
         if fields is None:
@@ -79,9 +79,9 @@ def read_recipe(config: Mapping[str, Any]) -> Recipe | NoRecipe | None:
 
 
 def are_decoded(config: Mapping[str, Any], device: DeviceFacts) -> bool:
-    """True if the checkpoint's codes are decoded to the compute dtype at load.
+    """Returns whether the checkpoint's codes are decoded to the compute dtype at load.
 
-    compressed-tensors' always are (`quantized.decode_weights`), and GGUF's blocks. transformers decodes
+    compressed-tensors' (`quantized.decode_weights`) and GGUF's blocks always are. transformers decodes
     fp8 on devices without fp8 products, and mxfp4 without its separate kernel package.
     """
     declared = config.get("quantization_config")
@@ -150,13 +150,13 @@ def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe:
 
 
 def is_sparse(fields: Fields) -> bool:
-    """Whether compressed-tensors left out weights that are zero."""
+    """Returns whether compressed-tensors omitted weights that are zero."""
     sparse = fields.inside("sparsity_config")
     return sparse is not None and sparse.text("format") not in (None, "dense")
 
 
 def linear_groups(fields: Fields) -> Iterator[tuple[Fields, Fields, str]]:
-    """Groups of compressed-tensors that have weights: the group, its `weights` and its layout."""
+    """Yields compressed-tensors' groups that have weights: the group, its `weights` and its layout."""
     listed = fields.inside("config_groups")
     for name in () if listed is None else listed.names():
         assert listed is not None
@@ -167,13 +167,13 @@ def linear_groups(fields: Fields) -> Iterator[tuple[Fields, Fields, str]]:
 
 
 def targets_chosen(group: Fields) -> Callable[[str], bool] | None:
-    """A test for names of a group's modules, None for all linear ones."""
+    """Returns a test for names of a group's modules, None for all linear ones."""
     targets = group.words("targets") or ()
     return None if "Linear" in targets else names_chosen(targets)
 
 
 def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:
-    """One `weights` entry of compressed-tensors: type, bits and where the scales are."""
+    """Reads one `weights` entry of compressed-tensors: type, bits and places of scales."""
     bits, kind = _bits(weights, "num_bits"), weights.text("type")
     strategy = weights.text("strategy")
     if kind == "float" and bits == 4:
@@ -228,13 +228,13 @@ def _nvfp4(group: int) -> MatrixBytes:
 
 
 def _whole(fields: Fields, matrix: MatrixBytes, *lists: str) -> Recipe:
-    """All matrices but the head and what the first of `lists` that is there names."""
+    """Returns a recipe for all matrices except the head and names in the first of `lists` that is present."""
     names = next((fields.words(name) for name in lists if fields.has(name)), None)
     return Recipe((_Group(None, matrix),), names_chosen(("lm_head", *(names or ()))))
 
 
 def names_chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return a test for module names: "re:..", with wildcards, whole, or a part."""
+    """Returns a test for module names: patterns are "re:..", wildcards, whole names, or parts of names."""
     regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
 
@@ -256,6 +256,6 @@ def _bits(fields: Fields, *names: str) -> int:
 
 
 def _group_size(fields: Fields, *names: str) -> int:
-    """-1 stands for one group as long as the row."""
+    """Reads the group size; -1 means one group as long as the row."""
     size = fields.optional_integer(*names, least=-1) or 128
     return MAX_WIDTH if size < 0 else size

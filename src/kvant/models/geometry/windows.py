@@ -1,4 +1,4 @@
-"""Which layers see a window of the past, and how wide it is.
+"""Reads which layers see a window of the past, and its width.
 
 In transformers a query at position q sees positions above q - sliding_window, in all families
 (masking_utils.sliding_window_overlay). So `sliding_window` is the number of tokens seen, the
@@ -15,7 +15,7 @@ from kvant.models.geometry.fields import MAX_LAYERS, MAX_TOKENS, Fields
 
 
 class LayerType(Enum):
-    """transformers' words for what a layer does."""
+    """Kinds of layers, by transformers' names."""
 
     FULL = "full_attention"
     SLIDING = "sliding_attention"
@@ -30,7 +30,7 @@ def num_layers(fields: Fields) -> int:
 
 
 def every_layer(fields: Fields, *, switched: bool = False) -> tuple[int | None, ...]:
-    """One window for all layers, None without sliding_window.
+    """Returns one window for all layers, None without sliding_window.
 
     switched: use_sliding_window must be true for it to count.
     """
@@ -41,7 +41,7 @@ def every_layer(fields: Fields, *, switched: bool = False) -> tuple[int | None, 
 
 
 def read_window(fields: Fields, name: str = "sliding_window") -> int | None:
-    """A window in tokens. 0 would hide even the token itself, so it is no window."""
+    """Returns a window in tokens. 0 would hide even the token itself, so it means no window."""
     return fields.optional_integer(name, most=MAX_TOKENS)
 
 
@@ -51,7 +51,7 @@ def read_layer_types(
     *,
     allowed: Sequence[LayerType] = (LayerType.FULL, LayerType.SLIDING),
 ) -> tuple[LayerType, ...]:
-    """`layer_types`, one per layer, else the family's own pattern."""
+    """Returns `layer_types`, one per layer, else the family's default."""
     words = fields.words("layer_types")
     if words is None:
         return tuple(default)
@@ -74,7 +74,7 @@ def read_layer_types(
 def full_every(
     fields: Fields, n: int, other: LayerType = LayerType.SLIDING
 ) -> tuple[LayerType, ...]:
-    """`layer_types`, else full layers at indices n-1, 2n-1, .. and `other` ones between them."""
+    """Returns `layer_types`, else full layers at indices n-1, 2n-1, .. and `other` ones between them."""
     count = num_layers(fields)
     default = (other if (index + 1) % n else LayerType.FULL for index in range(count))
     return read_layer_types(fields, default, allowed=(LayerType.FULL, other))
@@ -83,14 +83,14 @@ def full_every(
 def windows_of(
     fields: Fields, kinds: Sequence[LayerType], window: int | None
 ) -> tuple[int | None, ...]:
-    """One window per layer; a sliding layer needs one."""
+    """Returns one window per layer. Raises BadCheckpoint if a sliding layer has none."""
     if window is None and LayerType.SLIDING in kinds:
         raise fields.bad("sliding_window", "layer_types has sliding layers, so there must be one")
     return tuple(window if kind is LayerType.SLIDING else None for kind in kinds)
 
 
 def kv_sources(fields: Fields, kinds: Sequence[LayerType]) -> tuple[int | None, ...]:
-    """For each layer the layer whose KV it reads, None for its own (Gemma 3n and 4).
+    """Returns for each layer the layer whose KV it reads, None for its own (Gemma 3n and 4).
 
     The last `num_kv_shared_layers` layers have no keys and values of their own: each reads those of
     the last layer before them of its own type (transformers: `kv_sharing_modes`).

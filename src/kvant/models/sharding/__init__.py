@@ -1,1 +1,1 @@
-"""One model on several devices: who holds which part of each weight, and of each layer's heads."""
+"""Divides a model among several devices: each weight, and each layer's heads."""

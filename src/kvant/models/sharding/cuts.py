@@ -1,14 +1,14 @@
-"""Which part of each weight a rank holds. No torch.
+"""Determines which part of each weight a rank has. No torch.
 
-The table names weights as checkpoints and transformers' modules do. A rule decides the dimension that is
-divided; whole heads stay together. A weight without a rule is replicated.
+The table has the names of weights in checkpoints and transformers' modules. A rule gives the dimension that
+is divided; heads are not split. A weight without a rule is replicated.
 
     columns of outputs   q, k, v, gate, up, the head: each rank computes its own outputs
     rows of inputs       o, down: each rank computes a partial sum of all outputs, and the sums are added
     once                 a bias of such a sum: rank 0 adds it
 
-A latent of all heads (MLA) is computed and stored by every rank; what expands it is divided by heads. A
-recurrence is divided by its heads, and so are its states and the channels of its convolution.
+Every rank computes and stores the latent of all heads (MLA). Matrices that expand it are divided by heads.
+A recurrence is divided by its heads, and so are its states and the channels of its convolution.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ _PLAIN = """
     nemotron jais2 mixtral qwen2_moe qwen3_moe qwen3_vl_moe mellum granitemoe granitemoeshared dots1 glm4_moe
     solar_open exaone_moe hy_v3 hunyuan_v1_moe ernie4_5_moe
 """
-"""Families whose weights have common names alone."""
+"""Families whose weights have only common names."""
 
-# Patterns of names behind `layers.N.` that come before `_COMMON`'s.
+# Patterns of names after `layers.N.` that take precedence over `_COMMON`'s.
 _OWN: Mapping[str, Mapping[str, Rule]] = {
     **{name: {} for name in _PLAIN.split()},
     "cohere": {  # a norm for each head
@@ -178,7 +178,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
     name: {**rules, **{k: v for k, v in _COMMON.items() if k not in rules}}
     for name, rules in _OWN.items()
 }
-"""By model_type: patterns of the names behind `layers.N.`, of which the first that fits counts."""
+"""By model_type: patterns of names after `layers.N.`, and their rules. The first match counts."""
 
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 _TOWER = re.compile(r"vision|visual|audio|(?:^|\.)mtp\.")
@@ -186,12 +186,12 @@ _HEAD = re.compile(r"(?:^|\.)(lm_head|embed_out)\.(weight|bias)$")
 
 
 class Indivisible(Exception):
-    """What ranks cannot divide, in words."""
+    """Names the part of a model that ranks cannot divide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Ranges of dimension `dim`, counted from the end, which has `width` numbers in the whole tensor."""
+    """A rank's part of a tensor: ranges of dimension `dim` (negative), which has `width` entries in all."""
 
     rule: Rule
     dim: int
@@ -204,7 +204,7 @@ class Cut:
 
     @property
     def share(self) -> float:
-        """The part of the tensor that is held."""
+        """The rank's share of the tensor, up to 1."""
         return self.length / self.width
 
 
@@ -218,7 +218,7 @@ class Cuts:
         self._rules = [(re.compile(pattern), rule) for pattern, rule in rules.items()]
 
     def rule_of(self, name: str) -> Rule | None:
-        """The rule of a weight by its name; None for one that is replicated."""
+        """Returns the rule of a weight by its name; None for a replicated weight."""
         if _HEAD.search(name):
             return Rule.VOCABULARY
         found = _IN_LAYER.search(name)
@@ -228,9 +228,9 @@ class Cuts:
         return next((rule for pattern, rule in self._rules if pattern.fullmatch(inner)), None)
 
     def of(self, name: str, shape: Sequence[int]) -> Cut | None:
-        """What this rank holds of a whole tensor [*shape]; None for all of it.
+        """Returns this rank's part of a whole tensor [*shape]; None for all of it.
 
-        Raises Indivisible, which no model has that a plan admitted.
+        Raises Indivisible, but not for a model that a plan accepted.
         """
         rule = self.rule_of(name)
         if rule in (None, Rule.ONCE, Rule.EXPERT_ONCE):
@@ -252,11 +252,11 @@ class Cuts:
             ) from None
 
     def is_tower(self, name: str) -> bool:
-        """Whether a weight is of a part beside the decoder, which every rank holds."""
+        """Returns whether a weight is outside the decoder (such as a tower), so that every rank has it."""
         return _TOWER.search(name) is not None
 
     def kv_repeats(self, name: str) -> int:
-        """How many ranks hold each KV head of the layer of this weight."""
+        """Returns how many ranks have each KV head of this weight's layer."""
         return max(1, self.shard.size // self._layer(name).num_kv_heads)
 
     def _layer(self, name: str) -> LayerGeometry:
@@ -323,10 +323,10 @@ class Cuts:
     def _parts(
         self, counts: Sequence[int], units: Sequence[int] | None = None, shared: Items = ()
     ) -> Ranges:
-        """This rank's ranges of parts that lie one behind the other.
+        """Returns this rank's ranges of a dimension in which several parts are concatenated.
 
-        counts: what is divided in each. units: numbers of each of them. shared: parts whose members are
-        replicated where they are fewer than ranks.
+        counts: number of members of each part, which ranks divide. units: entries of a member. shared: parts
+        whose members are replicated if there are fewer of them than ranks.
         """
         found, begin, rank, size = [], 0, self.shard.rank, self.shard.size
         for place, count in enumerate(counts):

@@ -1,4 +1,4 @@
-"""Dividing a transformers module: parameters of a rank's size, its slices of files, sums where they meet."""
+"""Divides a transformers module: shrinks parameters, reads a rank's slices of files, adds sums over ranks."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from kvant.models.stored import Stored
 from kvant.weights.linear import NarrowLinear
 
 _OUTPUTS = ("o_proj", "out_proj", "dense")
-"""What modules call the product behind their attention."""
+"""Names of the product after attention in transformers' modules."""
 
 
 class Group(Protocol):
-    """What forwards need of the other ranks. Every rank calls the same operations in the same order."""
+    """A forward's operations with other ranks. Every rank must call them in the same order."""
 
     @property
     def shard(self) -> Shard: ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """Inside, nothing is sent: sums and gathers have the right shape and no meaning."""
+        """In this context nothing is sent; sums and gathers return wrong values of the right shape."""
         ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x [..], added in float32 in the order of ranks: equal bits everywhere."""
+        """Returns the sum of all ranks' x [..], in float32 in the order of ranks: equal bits on all ranks."""
         ...
 
     def sum_add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor] | None:
-        """`sum`, an addition to `residual` in place, and an RMS norm in one launch; None if there is none.
+        """Runs `sum`, an addition to `residual` in place, and an RMS norm in one launch; None if it cannot.
 
         x, residual: [n, width]. Returns the normed rows, and `residual`.
         """
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' x [.., n], one behind the other in the order of ranks: [.., size * n]."""
+        """Concatenates all ranks' x [.., n] in the order of ranks: [.., size * n]."""
         ...
 
 
 def cut_of(tensor: Tensor, cut: Cut) -> Tensor:
-    """A copy of the parts of a whole tensor [..] that a rank holds: [..], shorter in one dimension."""
+    """Returns a copy of a rank's parts of a whole tensor [..]: [..], shorter in one dimension."""
     parts = [tensor.narrow(cut.dim, start, end - start) for start, end in cut.ranges]
     return torch.cat(parts, cut.dim)
 
@@ -68,7 +68,7 @@ def cut_of(tensor: Tensor, cut: Cut) -> Tensor:
 def cut_scales(
     scales: Mapping[tuple[int, Side], Sequence[float]], plan: KVPlan, shard: Shard
 ) -> dict[tuple[int, Side], Sequence[float]]:
-    """This rank's part of scales per KV head; scales of a whole layer stay. plan: of the whole model."""
+    """Returns this rank's part of scales per KV head, and scales per layer whole. plan: the whole model's."""
     found = {}
     for (layer, side), values in scales.items():
         first, last = shard.kv_heads(plan.layers[layer].geometry.num_kv_heads)
@@ -77,7 +77,7 @@ def cut_scales(
 
 
 def gather_logits(group: Group, logits: Tensor, vocab_size: int) -> Tensor:
-    """logits of this rank's rows of the vocabulary [.., n] -> of all [.., vocab_size]."""
+    """Gathers logits of this rank's rows of the vocabulary [.., n] to those of all rows [.., vocab_size]."""
     most = -(-vocab_size // group.shard.size)
     if logits.shape[-1] < most:
         logits = nn.functional.pad(logits, (0, most - logits.shape[-1]))
@@ -85,21 +85,21 @@ def gather_logits(group: Group, logits: Tensor, vocab_size: int) -> Tensor:
 
 
 class Divided:
-    """A module while it becomes one rank's part. stored: how narrow weights of the files run.
+    """Converts a module to one rank's part. stored: how narrow weights of the files run.
 
-    `resize` gives parameters their size, before values are loaded; `finish` divides what could not be
-    loaded in parts and hangs the sums in, after that.
+    `resize` shrinks parameters before values are loaded. After that, `finish` divides parameters that could
+    not be loaded in parts, and adds the sums over ranks.
     """
 
     def __init__(self, cuts: Cuts, group: Group, stored: Stored | None = None) -> None:
         self._cuts, self._group, self._stored = cuts, group, stored
         self.cut: dict[str, tuple[Cut, tuple[int, ...]]] = {}
-        """What `resize` cut: paths of parameters, their cuts and whole shapes."""
+        """Parameters that `resize` cut: path -> cut and whole shape."""
 
     def resize(self, module: nn.Module) -> None:
-        """Replace divided parameters by empty ones of this rank's size, on the same device.
+        """Replaces divided parameters by empty ones of this rank's size, on the same device.
 
-        Biases that are added once remain on rank 0 only. A head that is the embedding stays whole.
+        Biases that must be added once remain on rank 0 only. A tied head stays whole.
         """
         first = self._cuts.shard.is_first
         tied = is_tied(module)
@@ -113,20 +113,20 @@ class Divided:
             self.cut[path] = cut, tuple(parameter.shape)
             shape = list(parameter.shape)
             shape[cut.dim] = cut.length
-            if parameter.ndim == 1:  # it may keep the value that it was made with
+            if parameter.ndim == 1:  # its initial value may be the final one
                 held = cut_of(parameter.data, cut)
             else:
                 held = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
             setattr(owner, name, nn.Parameter(held, requires_grad=False))
             if isinstance(owner, nn.Linear):
                 owner.out_features, owner.in_features = owner.weight.shape
-            elif isinstance(owner, nn.Conv1d):  # a number of channels with a filter each
+            elif isinstance(owner, nn.Conv1d):  # depthwise: one filter per channel
                 owner.in_channels = owner.out_channels = owner.groups = len(owner.weight)
 
     def read(self, directory: Path, factory: Any, options: Mapping[str, Any]) -> Any:
-        """`from_pretrained` of this rank's part: what transformers returns with these options.
+        """Loads this rank's part by `from_pretrained` with these options, and returns its result.
 
-        factory: an Auto class. The module's class is the whole model's.
+        factory: an Auto class. The module has the class of the whole model.
         """
         kind = factory._model_mapping[type(options["config"])]
         divided = self
@@ -160,7 +160,7 @@ class Divided:
         return found
 
     def make_numbers(self, module: Any, names: Sequence[str], generator: torch.Generator) -> None:
-        """Fill the parameters `names`, in this order, with parts of a whole module's random numbers."""
+        """Fills the parameters `names`, in this order, with this rank's parts of whole random weights."""
         for name in names:
             found = self.cut.get(name)
             at, _, last = name.rpartition(".")
@@ -175,7 +175,7 @@ class Divided:
             parameter.data.copy_(whole if found is None else cut_of(whole, found[0]))
 
     def finish(self, module: nn.Module) -> None:
-        """Let partial sums be added, norms over all heads see all heads, and logits be gathered."""
+        """Makes the module add partial sums, norm over the heads of all ranks, and gather logits."""
         group, shard = self._group, self._cuts.shard
         for path, owner, _, parameter in list(_parameters(module)):
             rule = self._cuts.rule_of(path)
@@ -183,7 +183,7 @@ class Divided:
                 parameter.data.zero_()
             if rule in SUMMED and isinstance(owner, (nn.Linear, NarrowLinear)):
                 owner.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
-            if rule is Rule.MIXER_INPUTS:  # forwards that call the mixer alone sum by themselves
+            if rule is Rule.MIXER_INPUTS:  # forwards that call only the mixer do the sum themselves
                 mixer = module.get_submodule(path.rsplit(".", 2)[0])
                 mixer.register_forward_hook(lambda _module, _inputs, out: group.sum(out))
             if rule is Rule.GATED_NORM:
@@ -203,7 +203,7 @@ class Divided:
         self._divide_head(module)
 
     def _adjust(self, attention: Any) -> None:
-        """Tell an attention module how many heads it has; some read this from their config."""
+        """Sets an attention module's number of heads, also in its config, which some modules read."""
         size = self._cuts.shard.size
         config = copy.copy(attention.config)
         q = config.num_attention_heads
@@ -217,14 +217,14 @@ class Divided:
         for name, count in few.items():
             if hasattr(attention, name):
                 setattr(attention, name, count)
-        # Without setattr of the class, which would check the fields against each other.
+        # Bypasses the class's setattr, which would check the fields against each other.
         config.num_attention_heads = q // size
         if hasattr(config, "num_key_value_heads"):
             config.num_key_value_heads = max(1, kv // size)
         attention.config = config
 
     def _adjust_mixer(self, path: str, mixer: Any) -> None:
-        """Tell a module that carries states how many heads it has."""
+        """Sets the number of heads of a module with recurrent states."""
         size = self._cuts.shard.size
         for name in ("num_heads", "num_v_heads", "intermediate_size", "value_dim", "qkv_dim"):
             if hasattr(mixer, name):
@@ -257,7 +257,7 @@ class Divided:
 
 
 class _NormOfAllHeads(nn.Module):
-    """An RMS norm over numbers that lie on all ranks. repeats: ranks that hold the same numbers."""
+    """An RMS norm over values on all ranks. repeats: number of ranks that have equal values."""
 
     def __init__(self, norm: Any, group: Group, repeats: int) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class _NormOfAllHeads(nn.Module):
         self._repeats = repeats
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [.., this rank's numbers] -> the same shape."""
+        """Norms x [.., this rank's values]; returns the shape and dtype of x."""
         wide = x.to(torch.float32)
         squares = self._group.sum(wide.pow(2).sum(-1, keepdim=True)) / self._repeats
         wide = wide * torch.rsqrt(squares / self._width + self.variance_epsilon)
@@ -277,7 +277,7 @@ class _NormOfAllHeads(nn.Module):
 
 
 def _gated_norm_of_ranks(norm: Any, group: Group) -> nn.Module:
-    """A gated norm over this rank's values, for one over groups of all ranks' values."""
+    """Returns a gated norm of this rank's values that replaces `norm`, whose groups may span ranks."""
     size = group.shard.size
     width = len(norm.weight) * size
     groups = getattr(norm, "n_groups", None) or width // norm.group_size
@@ -291,7 +291,7 @@ def _gated_norm_of_ranks(norm: Any, group: Group) -> nn.Module:
 
 
 class _GatedNormOfRanks(nn.Module):
-    """A gated RMS norm over `width` numbers that lie on `sharing` ranks, one behind the other."""
+    """A gated RMS norm over `width` values, which are divided among `sharing` consecutive ranks."""
 
     def __init__(self, norm: Any, group: Group, width: int, sharing: int) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class _GatedNormOfRanks(nn.Module):
         self._group, self._width, self._sharing = group, width, sharing
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate: [.., this rank's numbers] -> the same shape, in the dtype of x."""
+        """Norms x and applies gate, both [.., this rank's values]; returns the shape and dtype of x."""
         factor = nn.functional.silu(gate.to(torch.float32))
         wide = x.to(torch.float32)
         if self._gates_first:
@@ -318,7 +318,7 @@ class _GatedNormOfRanks(nn.Module):
 
 
 def is_tied(module: Any) -> bool:
-    """Whether the head's weight is the embedding's."""
+    """Returns whether the head's weight is the embedding's."""
     return _ties(module.config)
 
 
@@ -328,7 +328,7 @@ def _ties(config: Any) -> bool:
 
 
 class RankFiles:
-    """A model's safetensors files, of which this rank reads its parts: name -> lazy tensor."""
+    """A mapping of names to lazy tensors, which read this rank's parts from a model's safetensors files."""
 
     def __init__(self, directory: Path, cut_of_file: CutOf) -> None:
         self._open = ExitStack()
@@ -351,9 +351,9 @@ class RankFiles:
 
 
 class _Part:
-    """A tensor of a file, or the ranges of it that a rank holds. `part[...]` reads.
+    """A rank's part of a tensor in a file, which may be all of it. `part[...]` reads it.
 
-    What a rank holds is asked when it reads, as the module says how large a narrow layer is.
+    The cut is only computed when it is needed, since for narrow layers it depends on the module.
     """
 
     def __init__(self, name: str, source: Any, cut_of_file: CutOf) -> None:
@@ -387,7 +387,7 @@ class _Part:
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """(path, owner, name, parameter), tied ones under each of their paths."""
+    """Yields (path, owner, name, parameter). Tied parameters appear under each of their paths."""
     for at, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             yield (f"{at}.{name}" if at else name), owner, name, parameter

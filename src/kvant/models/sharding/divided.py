@@ -1,4 +1,4 @@
-"""A plan's view of tensor parallelism: what can be divided, what each rank holds, and refusals. No torch."""
+"""Plans tensor parallelism: checks that a model can be divided, and counts each rank's bytes. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _SIZES = (8, 4, 2)
 class Division:
     """How `size` ranks share a model.
 
-    whole_bytes: weights of the undivided model, None if unknown. replicated: what every rank holds whole,
-    in words.
+    whole_bytes: weights of the undivided model, None if unknown. replicated: descriptions of the parts that
+    every rank has whole.
     """
 
     size: int
@@ -30,15 +30,15 @@ class Division:
 
 
 FormatOf = Callable[[Weight, int, int], WeightFormat | None]
-"""A weight, and the outputs and inputs that a rank holds -> its narrow format; None for numbers."""
+"""Maps a weight, and a rank's numbers of outputs and inputs, to its narrow format; None if it is wide."""
 
 
 Named = tuple[str, tuple[int, ...]]
-"""A weight's name as modules have it, and its shape."""
+"""A weight's name in modules, and its shape."""
 
 
 def named(weights: Iterable[Weight]) -> Iterator[Named]:
-    """Listed weights by the names of modules."""
+    """Converts listed weights to their names in modules, and their shapes."""
     for weight in weights:
         is_matrix = weight.kind is not WeightKind.OTHER
         shape = (weight.rows, weight.columns) if is_matrix or weight.rows > 1 else (weight.columns,)
@@ -52,10 +52,10 @@ def check_division(
     parameters: Callable[[], Iterable[Named]],
     narrow: tuple[Iterable[Weight], FormatOf] | None = None,
 ) -> None:
-    """Raise NotServable if `size` ranks cannot share this model.
+    """Raises NotServable if `size` ranks cannot share this model.
 
-    parameters: its weights, which are asked for if the family can be divided. narrow: the ones that a recipe
-    may make narrow, and their formats.
+    parameters: returns its weights; only called if the family can be divided. narrow: the weights that a
+    recipe may make narrow, and their formats.
     """
 
     def reason_for(size: int) -> str | None:
@@ -112,7 +112,7 @@ def _reason(
 def _refuse_narrow(
     weights: Iterable[Weight], format_of: FormatOf, geometry: ModelGeometry, size: int
 ) -> str | None:
-    """Why narrow weights cannot be cut where ranks cut them; None if they can."""
+    """Returns why narrow weights cannot be cut at the ranks' boundaries; None if they can."""
     every = [Cuts(geometry, Shard(rank, size)) for rank in range(size)]
     for weight in weights:
         for cuts in every:
@@ -126,10 +126,10 @@ def _refuse_narrow(
             if fmt is None:
                 continue
             shared = fmt.rows if along == 0 else fmt.columns
-            # Codes of 4 bits lie in words of eight outputs or inputs, those of 8 bits in words of four.
+            # A 32-bit word has eight codes of 4 bits, or four codes of 8 bits.
             unit = max(shared, 32 // fmt.code.bits)
             ends = [end for one in cut.ranges for end in one]
-            # Experts are joined, and share no scale with the next one.
+            # Experts are joined, so a rank's part must not share a scale with another rank's.
             within = weight.kind is not WeightKind.EXPERT and _within(cut, unit, shared)
             if any(end % unit for end in ends) and not within:
                 what = "inputs" if along else "outputs"
@@ -141,12 +141,12 @@ def _refuse_narrow(
 
 
 def _within(cut: Cut, unit: int, shared: int) -> bool:
-    """Whether every range lies within one block that shares a scale, in a format of whole bytes."""
+    """Returns whether every range is within one block that shares a scale, and codes need no packing."""
     return shared == unit and all(start // unit == (end - 1) // unit for start, end in cut.ranges)
 
 
 def _cut_of(weight: Weight, cuts: Cuts) -> Cut | None:
-    """What a rank holds of a listed weight."""
+    """Returns a rank's part of a listed weight."""
     ((name, shape),) = named([weight])
     return cuts.of(name, shape)
 
@@ -154,9 +154,9 @@ def _cut_of(weight: Weight, cuts: Cuts) -> Cut | None:
 def rank_weight_bytes(
     whole: int, sized: Iterable[tuple[Named, int]], geometry: ModelGeometry, size: int
 ) -> int:
-    """Bytes of the largest rank's weights. whole: bytes of the undivided model.
+    """Returns the bytes of the largest rank's weights. whole: bytes of the undivided model.
 
-    sized: the model's weights, with what each takes in memory.
+    sized: the model's weights, with the bytes of each in memory.
     """
     cuts = Cuts(geometry, Shard(0, size))
     for (name, shape), num_bytes in sized:
@@ -169,7 +169,7 @@ def rank_weight_bytes(
 def replicated(
     geometry: ModelGeometry, size: int, parameters: Iterable[Named], *, tied: bool
 ) -> tuple[str, ...]:
-    """What every rank holds whole, in words."""
+    """Describes the parts of a model that every rank has whole."""
     cuts, names = Cuts(geometry, Shard(0, size)), [name for name, _ in parameters]
     found = ["the embedding (which is the head too)" if tied else "the embedding", "norms"]
     if any(".experts." in name for name in names):

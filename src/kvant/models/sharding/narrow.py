@@ -1,7 +1,7 @@
-"""Dividing weights that a checkpoint stores in narrow formats: their codes, scales and zero points.
+"""Divides weights that a checkpoint stores in narrow formats: their codes, scales and zero points.
 
-A tensor of a layer is divided where the layer's weight is. One entry of it may stand for several outputs or
-inputs: packed codes, or a scale that a block shares.
+A layer's tensors are divided at the same outputs or inputs as its weight. One entry of a tensor may cover
+several outputs or inputs: packed codes, or a scale that a block shares.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from kvant.weights.dialects import parts_of
 from kvant.weights.format import Scheme
 
 CutOf = Callable[[str, tuple[int, ...]], Cut | None]
-"""A tensor's name and whole shape -> what a rank holds of it; None for all."""
+"""Maps a tensor's name and whole shape to a rank's part of it; None for all."""
 
 
 def cut_part(
     scheme: Scheme, short: str, shape: tuple[int, ...], whole: tuple[int, int], cut: Cut
 ) -> Cut | None:
-    """What a rank holds of one tensor [*shape] of a layer; None for all of it.
+    """Returns a rank's part of one tensor [*shape] of a layer; None for all of it.
 
-    short: the name behind the layer's. whole: the layer's outputs and inputs. cut: of its weight [2 dims].
+    short: the tensor's name after the layer's. whole: the layer's outputs and inputs. cut: of its weight.
     """
     along = cut.dim % 2
     doubled = tuple(2 * size if place == along else size for place, size in enumerate(whole))
     known = parts_of(scheme, *whole).get(short)
     if known is None or shape not in known.shapes:
-        return None  # which loading refuses by name
+        return None  # loading refuses such a tensor by its name
     grown = parts_of(scheme, *doubled)[short].shapes[known.shapes.index(shape)]
     dims = [place for place, size in enumerate(shape) if grown[place] != size]
     if not dims:

@@ -20,7 +20,7 @@ class Shard:
         return self.rank == 0
 
     def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
-        """The range of KV heads that this rank stores; one head that others store too if there are few."""
+        """Returns the range of KV heads that this rank stores. With fewer heads than ranks it is one head."""
         if num_kv_heads >= self.size:
             count = num_kv_heads // self.size
             return self.rank * count, (self.rank + 1) * count
@@ -33,9 +33,9 @@ WHOLE = Shard()
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """The heads of a recurrent layer, and of the queries and keys that they share in equal parts.
+    """The heads of a recurrent layer. Equal groups of them share a head of queries and keys.
 
-    Mamba2 calls the latter groups. Heads of keys fewer than ranks are replicated.
+    Mamba2 calls key heads groups. With fewer key heads than ranks, they are replicated.
     """
 
     heads: int
@@ -53,7 +53,7 @@ class Recurrence:
 
 
 def recurrence_of(layer: LayerGeometry) -> Recurrence | None:
-    """The heads that the states of a layer tell; None for a layer without a recurrence by heads."""
+    """Derives the heads from the shapes of a layer's states; None for a layer without recurrent heads."""
     shapes = {state.kind: state.shape for state in layer.states}
     matrix, conv = shapes.get(StateKind.RECURRENT), shapes.get(StateKind.CONV)
     if matrix is None or conv is None or len(matrix) != 3:
@@ -63,7 +63,7 @@ def recurrence_of(layer: LayerGeometry) -> Recurrence | None:
 
 
 def rank_layer(layer: LayerGeometry, size: int) -> LayerGeometry:
-    """A layer as each of `size` ranks computes it. KV heads fewer than ranks are replicated."""
+    """Returns each of `size` ranks' part of a layer. With fewer KV heads than ranks, they are replicated."""
     if size == 1:
         return layer
     layer = replace(layer, states=_rank_states(layer, size))
@@ -77,7 +77,7 @@ def rank_layer(layer: LayerGeometry, size: int) -> LayerGeometry:
 
 
 def _rank_states(layer: LayerGeometry, size: int) -> tuple[StateGeometry, ...]:
-    """By heads, or by channels where each channel has a state of its own."""
+    """Divides a layer's states by heads, or by channels if each channel has a separate state."""
     found = recurrence_of(layer)
 
     def shape_of(state: StateGeometry) -> tuple[int, ...]:
@@ -92,14 +92,14 @@ def _rank_states(layer: LayerGeometry, size: int) -> tuple[StateGeometry, ...]:
 
 
 def rank_geometry(geometry: ModelGeometry, size: int) -> ModelGeometry:
-    """A model's layers as each of `size` ranks computes them."""
+    """Returns each of `size` ranks' part of a model's layers."""
     if size == 1:
         return geometry
     return replace(geometry, layers=tuple(rank_layer(layer, size) for layer in geometry.layers))
 
 
 def rank_plan(plan: KVPlan, size: int) -> KVPlan:
-    """What each of `size` ranks stores of a whole model's plan."""
+    """Returns each of `size` ranks' part of a whole model's plan."""
     if size == 1:
         return plan
     return replace(plan, layers=tuple(_rank_spec(spec, size) for spec in plan.layers))

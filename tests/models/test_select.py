@@ -24,7 +24,7 @@ from tests.models import tiny
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
 ROCM = DeviceFacts(DeviceKind.ROCM, "gfx942")
-F32, BF16 = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16
+F32, BF16, F16 = ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16
 
 
 def facts(family: str, device: DeviceFacts, compute: ComputeDtype, **options: Any) -> ForwardFacts:
@@ -37,7 +37,9 @@ def facts(family: str, device: DeviceFacts, compute: ComputeDtype, **options: An
     [
         ("llama", CPU, F32, "compiled"),
         ("mistral", CPU, F32, "compiled"),
-        ("llama", CPU, BF16, "fused"),
+        ("llama", CPU, BF16, "compiled"),
+        ("llama", CPU, F16, "fused"),
+        ("mixtral", CPU, BF16, "compiled"),
         ("qwen3", GPU, BF16, "few rows"),
         ("qwen3", GPU, F32, "fused"),
         ("qwen3", ROCM, BF16, "fused"),
@@ -63,7 +65,7 @@ def test_the_fastest_forward_that_can_runs_the_model_and_faster_ones_say_why_not
     assert all(one.reason for one in choice.refused)
 
 
-@pytest.mark.parametrize(("device", "name"), [(GPU, "fused"), (CPU, "fused")])
+@pytest.mark.parametrize(("device", "name"), [(GPU, "fused"), (CPU, "compiled")])
 def test_batch_invariance_takes_a_forward_that_promises_it(device: DeviceFacts, name: str) -> None:
     assert select_forward(facts("llama", device, BF16, batch_invariant=True)).name == name
 

@@ -73,6 +73,8 @@ def _print_forward(plan: Plan, console: Console) -> None:
 def _weights(plan: Plan) -> str:
     asked, activations = plan.request.quantization, plan.forward.activations
     said = "" if asked is None else f"weights quantised to {asked.value}, "
+    if plan.forward.matrices is not None:
+        said += f"matrices kept in {plan.forward.matrices.value}, which is exact, "
     if activations is not None:
         said += f"activations rounded to {activations.value} in products, "
     return said

@@ -20,6 +20,7 @@ class ForwardFacts:
 
     config: the model's config.json. quantization: how weights are rounded while they are loaded.
     batch_invariant: no row's result may depend on other rows. num_ranks: number of ranks that share it.
+    matrices: the dtype in which its files store all matrices, None if they differ or nothing is known.
     """
 
     config: Mapping[str, Any]
@@ -29,6 +30,7 @@ class ForwardFacts:
     quantization: Quantization | None = None
     batch_invariant: bool = False
     num_ranks: int = 1
+    matrices: ComputeDtype | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -116,7 +118,8 @@ class ForwardChoice:
     info: None for a model that can be planned but not run. refused: the faster forwards. stored: how the
     checkpoint's narrow weights run without being decoded; None if they are decoded. activations: how products
     with narrow weights round activations; None for not at all. activations_because: describes the rounding
-    and what decided it; "" if nothing did.
+    and what decided it; "" if nothing did. matrices: the dtype that matrices keep in memory, None for the one
+    that the model computes in.
     """
 
     info: ForwardInfo | None
@@ -127,6 +130,7 @@ class ForwardChoice:
     stored: Stored | None = None
     activations: Activations | None = None
     activations_because: str = ""
+    matrices: ComputeDtype | None = None
 
     @property
     def name(self) -> str | None:

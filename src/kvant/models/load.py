@@ -104,16 +104,24 @@ def load_model(
             elif blocks is not None:
                 widened = TORCH_COMPUTE[plan.compute_dtype]
                 narrow = NarrowConfig(path, stored=blocks, widened=widened)
+            kept = None if forward.matrices is None else TORCH_COMPUTE[forward.matrices]
             if dummy_weights:
                 module = _make_weights(
-                    config, plan.compute_dtype, device, divided, asked=rounded, stored=stored
+                    config,
+                    plan.compute_dtype,
+                    device,
+                    divided,
+                    asked=rounded,
+                    stored=stored,
+                    kept=kept,
                 )
                 unused: tuple[str, ...] = ()
             else:
-                module, unused = _read_weights(
-                    path, config, plan.compute_dtype, device, narrow, divided
-                )
-            if narrow is None:
+                with _matrices_in(kept):
+                    module, unused = _read_weights(
+                        path, config, plan.compute_dtype, device, narrow, divided
+                    )
+            if narrow is None and kept is None:
                 decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
             if divided is not None:
                 divided.finish(module)
@@ -247,16 +255,22 @@ def _make_weights(
     *,
     asked: Quantization | None = None,
     stored: Stored | None = None,
+    kept: torch.dtype | None = None,
 ) -> PreTrainedModel:
     """Returns the module with small random weights, which are made on the device itself.
 
     A divided module gets its part of the whole module's weights. asked, stored: which matrices are
-    narrow; only one at a time is wide.
+    narrow; only one at a time is wide. kept: the dtype of matrices, None for the model's.
     """
     # A CPU's memory is not allocated until it is written to, so the whole module has room there.
     made_on = device if divided is None else torch.device("cpu")
     is_narrow = asked is not None or stored is not None
-    with torch.device(made_on), no_init_weights(), _matrices_without_memory(is_narrow):
+    with (
+        torch.device(made_on),
+        no_init_weights(),
+        _matrices_without_memory(is_narrow),
+        _matrices_in(kept),
+    ):
         made: Any = auto_class(config).from_config(
             config,
             dtype=TORCH_COMPUTE[compute],
@@ -312,6 +326,27 @@ def _matrices_without_memory(wanted: bool) -> Iterator[None]:
         return torch.nn.Parameter(empty, parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(without) if wanted else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@contextmanager
+def _matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """While modules are made, matrices of products, embeddings and experts get this dtype; None: the model's.
+
+    transformers gives a weight that arrives the dtype that it finds in the module.
+    """
+
+    def narrowed(module: Any, name: str, parameter: Any) -> Any:
+        others = isinstance(module, torch.nn.modules.conv._ConvNd)
+        if parameter is None or parameter.ndim < 2 or others or parameter.dtype is dtype:
+            return parameter
+        return torch.nn.Parameter(parameter.data.to(dtype), parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(narrowed) if dtype is not None else None
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ To add a forward, write a package under `kvant/models/` with a torch-free `info.
 from __future__ import annotations
 
 from kvant.errors import NotServable, WayOut
+from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention
 from kvant.models.cpu.info import INFO as CPU
 from kvant.models.forward_info import ForwardChoice, ForwardFacts, ForwardInfo, Refused
@@ -47,7 +48,18 @@ def choose(
         facts.quantization,
         facts.batch_invariant,
         facts.stored if keeps else None,
+        matrices=_matrices(info, facts),
     )
+
+
+def _matrices(info: ForwardInfo, facts: ForwardFacts) -> ComputeDtype | None:
+    """The dtype that matrices keep where it is not the one computed in.
+
+    Numbers of bfloat16 are exact in float32.
+    """
+    if not info.rounds_itself or facts.has_narrow or facts.compute is not ComputeDtype.FLOAT32:
+        return None
+    return facts.matrices if facts.matrices is ComputeDtype.BFLOAT16 else None
 
 
 def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:

@@ -59,12 +59,22 @@ class StoredWeights:
 
     by_dtype: bytes by safetensors dtype ("BF16"), from the headers; None without weight files.
     total: their sum, or the sum in an index without its files. config: config.json, with the
-    quantisation recipe that ModelOpt keeps in a separate file.
+    quantisation recipe that ModelOpt keeps in a separate file. of_matrices: the dtypes of tensors with two
+    dimensions or more.
     """
 
     by_dtype: Mapping[str, int] | None
     total: int | None
     config: Mapping[str, Any]
+    of_matrices: frozenset[str] = frozenset()
+
+    def matrices(self, geometry: ModelGeometry) -> ComputeDtype | None:
+        """The dtype of all matrices where it is bfloat16: from the headers, else as the config says."""
+        if read_recipe(self.config) is not None or "gguf_types" in self.config:
+            return None
+        said = {"BF16"} if geometry.dtype is ComputeDtype.BFLOAT16 else set()
+        found = self.of_matrices if self.by_dtype is not None else said
+        return ComputeDtype.BFLOAT16 if found == {"BF16"} else None
 
 
 def read_stored_weights(
@@ -78,7 +88,9 @@ def read_stored_weights(
     for header in headers:
         for entry in header.tensors.values():
             sizes[entry.dtype] += entry.num_bytes
-    return StoredWeights(dict(sizes), sizes.total(), recipe)
+    entries = [entry for header in headers for entry in header.tensors.values()]
+    of_matrices = frozenset(entry.dtype for entry in entries if len(entry.shape) > 1)
+    return StoredWeights(dict(sizes), sizes.total(), recipe, of_matrices)
 
 
 def weight_bytes_of(
@@ -89,13 +101,16 @@ def weight_bytes_of(
     compute: ComputeDtype | None = None,
     decoded: bool = False,
     num_weights: int | None = None,
+    matrices: ComputeDtype | None = None,
 ) -> WeightBytes:
     """Returns the bytes of the weights after loading. Pure.
 
     compute: the compute dtype; None for the stored bytes. decoded: whether quantised matrices are
     decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they keep their size.
-    num_weights: elements of a model whose weights Kvant does not list.
+    num_weights: elements of a model whose weights Kvant does not list. matrices: the dtype that matrices
+    keep instead of the compute dtype; the few other numbers are counted in it too.
     """
+    compute = compute if matrices is None else matrices
     if num_weights is not None and (decoded or _is_plain_and_absent(stored)):
         size = num_weights * ELEMENT_BYTES[compute or geometry.dtype]
         return WeightBytes(size, WeightSource.ESTIMATED, "counted in transformers' modules")

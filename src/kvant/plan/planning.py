@@ -66,7 +66,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         target, division = divide(request, target, drafts=facts.draft is not None)
     asked = ForwardFacts(
         target.config, geometry, target.kv.compute_dtype, request.device,
-        request.quantization, request.batch_invariant, ranks,
+        request.quantization, request.batch_invariant, ranks, facts.target.weights.matrices(geometry),
     )  # fmt: skip
     forward = with_activations(select_forward(asked), request.activations, asked)
     _refuse_drafts_over_states(request, geometry)
@@ -280,6 +280,23 @@ def _stored(
     return found
 
 
+def _kept_matrices(
+    request: PlanRequest,
+    facts: ModelFacts,
+    geometry: ModelGeometry,
+    compute: ComputeDtype,
+    role: Role,
+) -> ComputeDtype | None:
+    """`ForwardChoice.matrices` of the forward that will run a target on a CPU."""
+    if not request.on_cpu or role is Role.DRAFT or facts.weights.matrices(geometry) is None:
+        return None
+    asked = ForwardFacts(
+        facts.config, geometry, compute, request.device, request.quantization,
+        request.batch_invariant, request.tensor_parallel_size, facts.weights.matrices(geometry),
+    )  # fmt: skip
+    return select_forward(asked).matrices
+
+
 def _plan_model(
     request: PlanRequest, asked: KVRequest, facts: ModelFacts, geometry: ModelGeometry, role: Role
 ) -> PlannedModel:
@@ -292,6 +309,7 @@ def _plan_model(
             compute=kv.compute_dtype,
             decoded=facts.are_decoded and not isinstance(stored, Stored),
             num_weights=None if facts.shape is None else facts.shape.num_weights,
+            matrices=_kept_matrices(request, facts, geometry, kv.compute_dtype, role),
         )  # fmt: skip
     else:
         check_quantization(quantization, request.device, kv.compute_dtype)

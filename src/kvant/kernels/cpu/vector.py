@@ -85,6 +85,25 @@ def splat(b: Any, scalar: Any, n: int = LANES) -> Any:
     return shuffle(b, one, nothing, [0] * n)
 
 
+def load_bf16_lanes(b: Any, address: Any) -> Any:
+    """FLOATS of sixteen bfloat16 numbers in memory, exactly."""
+    return b.bitcast(b.shl(b.zext(load(b, SHORTS, address, 2), WORDS), words(16)), FLOATS)
+
+
+def is_set(b: Any, flag: Any) -> Any:
+    """A mask of lanes that is true everywhere where the int64 `flag` is not zero."""
+    return splat(b, b.icmp_signed("!=", flag, i64(0)))
+
+
+def to_bf16_where(b: Any, mask: Any, x: Any) -> Any:
+    """FLOATS x, rounded to numbers of bfloat16 where mask is true: nearest even, NaN stays NaN."""
+    bits = b.bitcast(x, WORDS)
+    odd = b.and_(b.lshr(bits, words(16)), words(1))
+    rounded = b.and_(b.add(bits, b.add(odd, words(0x7FFF))), words(0xFFFF0000))
+    takes = b.and_(mask, b.fcmp_ordered("ord", x, x))
+    return b.select(takes, b.bitcast(rounded, FLOATS), x)
+
+
 def fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     return call(b, f"llvm.fma.v{LANES}f32", FLOATS, x, y, z)
 
@@ -273,6 +292,18 @@ store_bf16 = _writer(types.float32, _to_bf16)
 
 
 @intrinsic
+def to_bf16_if(typing: Any, flag: Any, x: Any) -> Any:
+    """x, rounded to a number of bfloat16 where flag is not zero."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        flag, x = arguments
+        wide = b.shl(b.zext(_to_bf16(b, x), I32), ir.Constant(I32, 16))
+        return b.select(b.icmp_signed("!=", flag, i64(0)), b.bitcast(wide, F32), x)
+
+    return types.float32(types.int64, types.float32), generate
+
+
+@intrinsic
 def bits_of(typing: Any, x: Any) -> Any:
     """The bits of a float32, 0 .. 2^32 - 1."""
 
@@ -397,10 +428,11 @@ def repeat(b: Any, count: Any, start: list[Any], body: Any) -> list[Any]:
         carried.append(b.phi(x.type))
         carried[-1].add_incoming(x, before)
     made = body(index, carried)
+    last = b.block  # of the body, which may have loops of its own
     following = b.add(index, i64(1))
-    index.add_incoming(following, loop)
+    index.add_incoming(following, last)
     for old, new in zip(carried, made, strict=True):
-        old.add_incoming(new, loop)
+        old.add_incoming(new, last)
     b.cbranch(b.icmp_signed("<", following, count), loop, done)
     b.position_at_end(done)
     return made  # type: ignore[no-any-return]

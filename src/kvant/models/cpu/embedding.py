@@ -118,3 +118,18 @@ class PackedEmbedding(nn.Module):
         operation[Operation.KIND // 8], operation[Operation.TASK // 8] = Kind.TASK, address(task)
         run_function().call(address(step), address(operation), 0, 1)
         return out.view(*ids.shape, -1)
+
+
+class WideEmbedding(nn.Embedding):
+    """An embedding of bfloat16 numbers in a model that computes in float32."""
+
+    @classmethod
+    def of(cls, table: nn.Embedding) -> WideEmbedding:
+        """The same weight, not copied."""
+        made = cls(table.num_embeddings, table.embedding_dim, device="meta")
+        made.weight = table.weight
+        return made
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [..] int64 -> [.., columns] float32."""
+        return super().forward(ids).to(torch.float32)

@@ -11,7 +11,13 @@ from kvant.models.fused.info import (
     products,
     refuse_layers,
 )
-from kvant.models.fused.recipe import Activation, activation_of
+from kvant.models.fused.recipe import (
+    Activation,
+    Mixture,
+    Recipe,
+    RouterKind,
+    activation_of,
+)
 from kvant.models.geometry.fields import text_section
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.geometry.weight_recipe import read_recipe
@@ -38,33 +44,88 @@ def refuse_shape(rows: int, columns: int) -> str | None:
     return None
 
 
+MOST_TAPS = 8
+"""Inputs of a convolution before a recurrence, at most."""
+
+_RECURRENT = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
+"""Families whose recurrent layers are the gated delta nets that compiled code runs."""
+
+_ROUTERS = frozenset({RouterKind.SOFTMAX_TOP_K, RouterKind.TOP_K_SOFTMAX})
+
+
 def _refuse(facts: ForwardFacts) -> str | None:
     if not facts.on_cpu:
         return "its kernels run on CPUs"
     if facts.num_ranks > 1:
         return "a step is one call, in which ranks do not meet"
-    if facts.compute is not ComputeDtype.FLOAT32:
-        return f"it computes in float32, not in {facts.compute.value}"
+    if facts.compute not in (ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16):
+        return f"it computes in float32 or bfloat16, not in {facts.compute.value}"
+    if facts.quantization is not None and facts.compute is not ComputeDtype.FLOAT32:
+        return f"it multiplies rounded weights in float32, not in {facts.compute.value}"
     if facts.quantization is not None and read_recipe(facts.config) is not None:
         return "the checkpoint's weights are quantised already"
-    if has_experts(facts):
-        return "it runs dense layers, and this model has experts"
     recipe = find_recipe(facts)
-    if recipe is not None and not recipe.is_plain:
-        return f"its layers are Llama's, which those of {facts.geometry.model_type} are not"
+    if recipe is not None:
+        why = _refuse_recipe(facts, recipe)
+        if why is not None:
+            return why
     activation = text_section(facts.config).get("hidden_act", "silu")
     if activation_of(activation) is not Activation.SILU:
         return f"it computes silu, not {activation}"
     return refuse_layers(facts) or refuse_host(facts.device) or _refuse_shapes(facts)
 
 
+def _refuse_recipe(facts: ForwardFacts, recipe: Recipe) -> str | None:
+    name = facts.geometry.model_type
+    if recipe.mixture is not None:
+        if not _serves_experts(recipe.mixture):
+            return f"it does not compute layers of experts as those of {name} are"
+        if facts.has_narrow:
+            return "it runs experts whose weights are numbers"
+    if recipe.mixers:
+        family = text_section(facts.config).get("model_type", name)
+        if family not in _RECURRENT:
+            return f"its recurrent layers are gated delta nets, which those of {name} are not"
+        if facts.has_narrow:
+            return "it runs recurrent layers whose weights are numbers"
+        if facts.batch_invariant:
+            return "its recurrences run in other ways over prompts than over single tokens"
+    return None if recipe.is_plain else f"its layers are Llama's, which those of {name} are not"
+
+
+def _serves_experts(mixture: Mixture) -> bool:
+    return (
+        mixture.kind in _ROUTERS
+        and not mixture.wide
+        and mixture.scale is None
+        and mixture.groups is None
+        and mixture.bias is None
+        and not mixture.transposed
+        and not mixture.alternating
+        and not mixture.clamped
+    )
+
+
 def _refuse_shapes(facts: ForwardFacts) -> str | None:
-    head_dim = facts.geometry.layers[0].head_dim_k
-    recipe = find_recipe(facts)
-    normed = recipe is not None and recipe.attention.qk_norm is not QKNorm.NONE
-    if normed and head_dim % NORM_STEP:
-        return f"heads of {head_dim} are normed in steps of {NORM_STEP}"
-    reasons = (refuse_shape(*shape) for shape in products(facts))
+    recipe, geometry, config = find_recipe(facts), facts.geometry, text_section(facts.config)
+    attending = [layer for layer in geometry.layers if layer.num_q_heads]
+    if not attending:
+        return "it runs models of which some layers attend"
+    layer = attending[0]
+    normed = recipe is not None and (
+        recipe.attention.qk_norm is not QKNorm.NONE or recipe.attention.gated
+    )
+    if normed and layer.head_dim_k % NORM_STEP:
+        return f"heads of {layer.head_dim_k} are normed in steps of {NORM_STEP}"
+    hidden = geometry.hidden_size
+    shapes = [(geometry.vocab_size, hidden), (hidden, layer.num_q_heads * layer.head_dim_k)]
+    if not has_experts(facts):
+        shapes += products(facts)[2:4]
+    for field in ("moe_intermediate_size", "shared_expert_intermediate_size"):
+        width = config.get(field)
+        if has_experts(facts) and width:
+            shapes.append((hidden, int(width)))
+    reasons = (refuse_shape(*shape) for shape in shapes)
     return next((reason for reason in reasons if reason is not None), None)
 
 

@@ -24,7 +24,9 @@ class Task(Fields):
 class Product(Fields):
     """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias. With a narrow weight x is rounded, see `Round`.
 
-    With one, STRIDE is that of tiles of 16 outputs, and SCALES and BIAS have whole tiles.
+    With one, STRIDE is that of tiles of 16 outputs, and SCALES and BIAS have whole tiles. With numbers, a
+    result is rounded to bfloat16 if ROUNDS is not 0. Each thread has SCRATCH_STRIDE bytes of SCRATCH for
+    CHUNK rows of a bfloat16 weight in float32; 0 without.
     """
 
     NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
@@ -39,6 +41,99 @@ class Product(Fields):
     X_STRIDE = auto()
     OUT = auto()
     OUT_STRIDE = auto()
+    ROUNDS = auto()
+    SCRATCH = auto()
+    SCRATCH_STRIDE = auto()
+    END = auto()
+
+
+@plain
+class ExpertProduct(Fields):
+    """out[i] = x[i] . weight of the expert to which row i belongs; weight [experts, OUTPUTS, COLUMNS].
+
+    An expert's rows are STARTS[expert] .. STARTS[expert + 1] of out, and of x; with INDEX, of INDEX, which
+    has their places in x. ACTIVE: how many experts have rows, and which. The rest as in `Product`.
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    WEIGHT = auto()
+    EXPERT_STRIDE = auto()
+    STRIDE = auto()
+    BIAS = auto()  # zeros
+    OUTPUTS = auto()
+    COLUMNS = auto()
+    CHUNK = auto()
+    X = auto()
+    X_STRIDE = auto()
+    INDEX = auto()
+    STARTS = auto()
+    ACTIVE = auto()
+    OUT = auto()
+    OUT_STRIDE = auto()
+    ROUNDS = auto()
+    SCRATCH = auto()
+    SCRATCH_STRIDE = auto()
+    END = auto()
+
+
+@plain
+class Route(Fields):
+    """IDS [ROWS, TOP_K] int64 and WEIGHTS [ROWS, TOP_K] of experts with the largest LOGITS [ROWS, EXPERTS].
+
+    WEIGHTS are a softmax's of all logits, of the chosen ones with RENORMALISE. ROUNDS: to bfloat16.
+    SCRATCH: EXPERTS float32 for each thread.
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    LOGITS = auto()
+    EXPERTS = auto()
+    TOP_K = auto()
+    RENORMALISE = auto()
+    ROUNDS = auto()
+    IDS = auto()
+    WEIGHTS = auto()
+    SCRATCH = auto()
+    END = auto()
+
+
+@plain
+class Sort(Fields):
+    """Pairs of a token and one of its TOP_K experts by expert, all int64.
+
+    Row TOKENS[i] belongs to pair i in this order. PLACES [ROWS, TOP_K]: where a pair stands in it.
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    IDS = auto()
+    EXPERTS = auto()
+    TOP_K = auto()
+    STARTS = auto()  # [EXPERTS + 1]
+    ACTIVE = auto()  # [EXPERTS + 1]
+    TOKENS = auto()
+    PLACES = auto()
+    END = auto()
+
+
+@plain
+class Combine(Fields):
+    """out[ROWS, WIDTH] = the sum of WEIGHTS times the rows PLACES of RESULTS.
+
+    SHARED [ROWS, WIDTH] is added, 0 without; times the sigmoid of x . GATE, if GATE is not 0. ROUNDS: sums
+    are rounded to bfloat16. ROUNDS_TERMS: so is each term.
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    RESULTS = auto()
+    PLACES = auto()
+    WEIGHTS = auto()
+    TOP_K = auto()
+    WIDTH = auto()
+    OUT = auto()
+    SHARED = auto()
+    GATE = auto()
+    X = auto()
+    ROUNDS = auto()
+    ROUNDS_TERMS = auto()
     END = auto()
 
 
@@ -71,7 +166,10 @@ class Embed(Fields):
 
 @plain
 class Norm(Fields):
-    """out = norm of x, or of x + residual; row i of x and residual is INDEX[i], or i without."""
+    """out = norm of x, or of x + residual; row i of x and residual is INDEX[i], or i without.
+
+    ROUNDS: sums and results are rounded to bfloat16. ROUNDS_FIRST: so is what WEIGHT multiplies.
+    """
 
     NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     X = auto()
@@ -81,34 +179,123 @@ class Norm(Fields):
     INDEX = auto()  # int64, or 0
     WIDTH = auto()
     EPS = auto()
+    ROUNDS = auto()
+    ROUNDS_FIRST = auto()
     END = auto()
 
 
 @plain
 class Rotate(Fields):
-    """q and k of qkv [ROWS, (Q_HEADS + 2 KV_HEADS) * HEAD_DIM] normed by head, and rotated, in place."""
+    """q and k of qkv [ROWS, ..] normed by head, and rotated, in place. STRIDE: bytes of a row of qkv.
+
+    Heads of q are Q_STRIDE bytes apart, and those of k follow behind. ROUNDS, ROUNDS_FIRST: as in `Norm`.
+    """
 
     NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     QKV = auto()
+    STRIDE = auto()
     Q_HEADS = auto()
+    Q_STRIDE = auto()
     KV_HEADS = auto()
     HEAD_DIM = auto()
-    COS = auto()  # [ROWS, HEAD_DIM / 2]
+    HALF = auto()  # pairs of a head that are rotated
+    COS = auto()  # [ROWS, HALF]
     SIN = auto()
     Q_NORM = auto()  # 0 without
     K_NORM = auto()
     EPS = auto()
+    ROUNDS = auto()
+    ROUNDS_FIRST = auto()
     END = auto()
 
 
 @plain
 class Gate(Fields):
-    """out[ROWS, WIDTH] = silu(gate) * up, of gate_up [ROWS, 2 * WIDTH]."""
+    """out[i] = silu(gate) * up, of row i of gate_up [.., 2 * WIDTH], for ROWS * TIMES rows."""
 
     NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     GATE_UP = auto()
     OUT = auto()
     WIDTH = auto()
+    TIMES = auto()
+    ROUNDS = auto()
+    END = auto()
+
+
+@plain
+class GateHeads(Fields):
+    """x[ROWS, HEADS * HEAD_DIM] times the sigmoid of GATES, in place; rounded to bfloat16 with ROUNDS.
+
+    GATES: those of the first row, 0 for none; STRIDE bytes to the next row's, HEAD_STRIDE to the next head's.
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    X = auto()
+    GATES = auto()
+    STRIDE = auto()
+    HEADS = auto()
+    HEAD_STRIDE = auto()
+    HEAD_DIM = auto()
+    ROUNDS = auto()
+    END = auto()
+
+
+@plain
+class Convolve(Fields):
+    """out[ROWS, CHANNELS] = silu of a causal convolution of the newest inputs x and each sequence's state.
+
+    A row is one sequence's only token. STATE: [pages, TAPS - 1, CHANNELS] with the earlier inputs, float32
+    or, with IS_16, bfloat16. A sequence whose START is not positive begins with zeros.
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    X = auto()
+    X_STRIDE = auto()
+    OUT = auto()
+    CHANNELS = auto()
+    TAPS = auto()
+    WEIGHT = auto()  # float32 [TAPS, CHANNELS], the newest input's last
+    STATE = auto()
+    PAGE_STRIDE = auto()
+    IS_16 = auto()
+    PAGES = auto()  # int64
+    STARTS = auto()  # int32
+    ROUNDS = auto()
+    END = auto()
+
+
+@plain
+class Delta(Fields):
+    """One token of the gated delta rule for each row, and the gated norm of its result.
+
+    MIXED: [ROWS, ..] queries and keys of KEY_HEADS, values of HEADS. Z, B, A: the gates of the result, of
+    what is written and of what decays, in rows STRIDE bytes apart. STATE: float32, [pages, HEADS, VALUES,
+    KEYS].
+    """
+
+    NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
+    MIXED = auto()
+    KEY_HEADS = auto()
+    HEADS = auto()
+    KEYS = auto()
+    VALUES = auto()
+    STRIDE = auto()
+    Z = auto()
+    B = auto()
+    A = auto()
+    DECAY = auto()  # float32 [HEADS], minus e^A_log
+    BIAS = auto()  # float32 [HEADS]
+    STRONGEST = auto()
+    STATE = auto()
+    PAGE_STRIDE = auto()
+    PAGES = auto()
+    STARTS = auto()
+    NORM = auto()  # float32 [VALUES]
+    EPS = auto()
+    OUT = auto()  # [ROWS, HEADS * VALUES]
+    SCRATCH = auto()
+    SCRATCH_STRIDE = auto()
+    ROUNDS = auto()
     END = auto()
 
 

@@ -9,7 +9,7 @@ from kvant.kernels.cpu.block import Block, address, block_of
 from kvant.models.cpu.info import TILE, refuse_shape
 from kvant.models.cpu.integer import integer_worker
 from kvant.models.cpu.layout import Kind, Operation, Product, Round, StepFields
-from kvant.models.cpu.product import OUTPUTS, product_worker
+from kvant.models.cpu.product import OUTPUTS, ROWS, product_worker
 from kvant.models.cpu.rounding import EXACT, block_bytes, round_worker
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, PackedWeight
@@ -57,21 +57,36 @@ class Linear:
     @property
     def rounds(self) -> bool:
         """Whether a product takes rounded rows."""
-        return self.weight.code is not Code.FLOAT32
+        return not self.weight.code.is_number
+
+    def scratch_bytes(self, threads: int) -> int:
+        """Bytes of scratch that each thread wants for products of many rows, 0 for none."""
+        if self.weight.code is not Code.BFLOAT16:
+            return 0
+        return self._chunk(threads) * self.weight.columns * 4
 
     @property
     def num_bytes(self) -> int:
         return self.weight.num_bytes + self.bias.numel() * 4
 
-    def task(self, x: Tensor, out: Tensor, threads: int) -> Block:
+    def task(
+        self,
+        x: Tensor,
+        out: Tensor,
+        threads: int,
+        scratch: Tensor | None = None,
+        *,
+        to_bf16: bool = False,
+    ) -> Block:
         """Describe the product of x [T, columns] into out [T, outputs], float32; the caller sets ROWS.
 
-        x: `rounded_rows` where the weight is narrow. The block holds the addresses of both.
+        x: `rounded_rows` where the weight is narrow. scratch: uint8 [threads, at least `scratch_bytes`].
+        to_bf16: results are rounded to bfloat16. The block holds the addresses of all.
         """
         weight, scales = self.weight, self.weight.scales
         made = block_of(Product)
         made[Product.WORKER // 8] = (
-            integer_worker(weight.code, self.digits) if self.rounds else product_worker()
+            integer_worker(weight.code, self.digits) if self.rounds else product_worker(weight.code)
         )
         made[Product.WEIGHT // 8] = weight.codes.data_ptr()
         made[Product.STRIDE // 8] = weight.codes.stride(0) * weight.codes.element_size()
@@ -85,17 +100,25 @@ class Linear:
             x.data_ptr(), x.stride(0) * x.element_size(),
         )  # fmt: skip
         made[Product.OUT // 8], made[Product.OUT_STRIDE // 8] = out.data_ptr(), out.stride(0) * 4
+        made[Product.ROUNDS // 8] = to_bf16
+        if scratch is not None and self.scratch_bytes(threads):
+            assert scratch.shape[1] >= self.scratch_bytes(threads)
+            made[Product.SCRATCH // 8] = scratch.data_ptr()
+            made[Product.SCRATCH_STRIDE // 8] = scratch.stride(0)
         return made
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, columns], float32 -> [T, outputs]; now, on torch's threads."""
+    def __call__(self, x: Tensor, *, to_bf16: bool = False) -> Tensor:
+        """x [T, columns], float32 -> [T, outputs]; now, on torch's threads. to_bf16: as in `task`."""
         x = x.contiguous()
         out = float_rows(x.shape[0], self.weight.rows)
         threads, tasks, given = torch.get_num_threads(), [], x
         if self.rounds:
             given = rounded_rows(x.shape[0], x.shape[1], self.digits)
             tasks.append(rounding(x, given, x.shape[1], self.digits))
-        tasks.append(self.task(given, out, threads))
+        scratch = None
+        if x.shape[0] > ROWS:
+            scratch = torch.empty(threads, self.scratch_bytes(threads), dtype=torch.uint8)
+        tasks.append(self.task(given, out, threads, scratch, to_bf16=to_bf16))
         (step, _team), operations = new_step(), block_of(Operation, len(tasks))
         step[StepFields.TOKENS // 8] = x.shape[0]
         step[StepFields.THREADS // 8] = threads
@@ -107,6 +130,14 @@ class Linear:
         """Rows, or tiles of a narrow weight: as much as fits, but several for each thread."""
         weight = self.weight
         unit = 1 if self.rounds else OUTPUTS
-        most = _CHUNK_BYTES // (weight.codes.stride(0) * weight.codes.element_size())
+        size = 4 if weight.code.is_number else weight.codes.element_size()
+        most = _CHUNK_BYTES // (weight.codes.stride(0) * size)
         fair = weight.codes.shape[0] // (threads * _CHUNKS_A_THREAD)
         return max(unit, min(most, fair) // unit * unit)
+
+
+def chunk_of(weight: Tensor) -> int:
+    """Outputs of an expert's weight [experts, outputs, columns] that a thread takes at a time."""
+    outputs, columns = weight.shape[1:]
+    most = min(_CHUNK_BYTES // (4 * columns), outputs // _CHUNKS_A_THREAD)
+    return max(OUTPUTS, most // OUTPUTS * OUTPUTS)

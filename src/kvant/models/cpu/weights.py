@@ -47,11 +47,17 @@ class Code(IntEnum):
     INT4_32 = 7  # 4 bits, with a float32 scale and offset for 32 inputs, 64 or 128
     INT4_64 = 8
     INT4_128 = 9
+    BFLOAT16 = 10  # numbers, which are exact in float32
+
+    @property
+    def is_number(self) -> bool:
+        """Whether weights are numbers in their rows, and not codes in tiles."""
+        return self in (Code.FLOAT32, Code.BFLOAT16)
 
     @property
     def format(self) -> WeightFormat:
         """The format of a narrow weight."""
-        assert self is not Code.FLOAT32
+        assert not self.is_number
         columns = {Code.INT4_32: 32, Code.INT4_64: 64, Code.INT4_128: 128}.get(self)
         if columns is not None:
             return WeightFormat("int4", Bits.INT4, 1, columns, Scale.FLOAT32, offsets=True)
@@ -65,12 +71,13 @@ class Code(IntEnum):
 INT4 = Code.Q4_1
 """What `--quantization int4` rounds to: a scale and an offset for 32 inputs."""
 
-_OF_FORMAT = {code.format: code for code in Code if code is not Code.FLOAT32}
+_OF_FORMAT = {code.format: code for code in Code if not code.is_number}
+_NUMBERS = {torch.float32: Code.FLOAT32, torch.bfloat16: Code.BFLOAT16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
-    """codes: float32 [rows, columns], or tiles, uint8 [tiles, bytes of a tile].
+    """codes: float32 or bfloat16 [rows, columns], or tiles, uint8 [tiles, bytes of a tile].
 
     scales: float32 [tiles * 16] where an output has one scale, else None.
     """
@@ -87,16 +94,19 @@ class PackedWeight:
         return sum(part.numel() * part.element_size() for part in parts)
 
 
-def pack(weight: Tensor, code: Code) -> PackedWeight:
-    """weight: float32 [rows, columns], columns a multiple of 32, rounded as the format's codec does.
+def pack(weight: Tensor, code: Code | None) -> PackedWeight:
+    """weight: float32 or bfloat16 [rows, columns], columns a multiple of 32.
 
-    float32 is not copied if its rows are contiguous.
+    code: what its float32 numbers are rounded to, as the format's codec does. Numbers stay as they are, for
+    None or for a code that is theirs, and are not copied if their rows are contiguous.
     """
     rows, columns = weight.shape
-    assert weight.dtype is torch.float32
     assert columns % GROUP == 0
-    if code is Code.FLOAT32:
-        return PackedWeight(code, weight.contiguous(), None, rows, columns)
+    own = _NUMBERS[weight.dtype]
+    if code is None or code is own:
+        return PackedWeight(own, weight.contiguous(), None, rows, columns)
+    assert own is Code.FLOAT32
+    assert not code.is_number
     return pack_narrow(encode_in_parts(weight, code.format))
 
 
@@ -140,8 +150,8 @@ def pack_narrow(weight: NarrowWeight) -> PackedWeight:
 
 def unpack(weight: PackedWeight) -> Tensor:
     """float32 [rows, columns]: what products multiply with."""
-    if weight.code is Code.FLOAT32:
-        return weight.codes
+    if weight.code.is_number:
+        return weight.codes.to(torch.float32)
     return decode(narrow_of(weight))
 
 

@@ -364,19 +364,21 @@ class FusedDecoder:
         x = self.kernels.activate(products.plain(x, layer.up), activation)
         return products.plain(x, layer.down)
 
-    def turns(self, step: Step) -> tuple[Turns, ...]:
+    def turns(self, step: Step, like: Tensor | None = None) -> tuple[Turns, ...]:
         """Every kind of angles for the tokens of a step: of all positions where they are kept.
 
-        Layers of latents take the tokens' own, so these are picked once for all of them.
+        like: a tensor [..] of their dtype; None for that of embeddings. Layers of latents take the tokens'
+        own, so these are picked once for all of them.
         """
         found = []
+        like = self.model.embedding if like is None else like
         for source, kept in zip(self._sources, self._kept, strict=True):
             if kept is not None and step.max_seqlen_kv <= len(kept.cos):
                 found.append(
                     Turns(*kept.of(step), by_position=False) if self._has_latents else kept
                 )
             else:
-                angles = source.angles(self.model.embedding, step.positions)
+                angles = source.angles(like, step.positions)
                 found.append(Turns(*angles, by_position=False))
         return tuple(found)
 

@@ -227,20 +227,21 @@ class Recipe:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every layer is Llama's, up to biases, windows and norms of heads."""
+        """Whether layers that attend are Llama's, up to biases, windows, gates and norms of heads.
+
+        Other layers, and layers of experts, are not looked at.
+        """
         attention, forward = self.attention, self.feed_forward
         return (
-            self.norm is NormKind.RMS
+            self.norm.is_rms
             and self.block.is_pre_norm
-            and self.mixture is None
+            and (attention.qk_kind is None or attention.qk_kind.is_rms)
             and attention.qk_norm is not QKNorm.ROW
-            and attention.qk_kind is None
             and not attention.norm_after
             and attention.pairing is Pairing.HALVES
+            and attention.interleaved is None
             and attention.rotated is Rotated.ALL
             and attention.clip is None
-            and not attention.gated
-            and not self.mixers
             and not attention.by_head
             and not attention.latent
             and not attention.position_scale
@@ -248,7 +249,6 @@ class Recipe:
             and forward.gated
             and forward.activation is Activation.SILU
             and not self.by_layer_type
-            and not self.partial
             and not self.changes_ends
         )
 

@@ -161,7 +161,7 @@ class GatedDeltaNet(_DeltaRule):
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
         m = self.module
-        if self.is_framed and x.device.type != "cpu":
+        if self._joined is not None or (self.is_framed and x.device.type != "cpu"):
             inner = self.between(states.multiply(x, self.entry, None), states)
             return states.multiply(inner, self.exit, None)
         normed = self._between(*self._project(x, states), states)
@@ -189,9 +189,41 @@ class GatedDeltaNet(_DeltaRule):
         return weight
 
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
-        sizes = [part.out_features for part in self._parts]
-        qkv, z, b, a = torch.split(projected, sizes, 1)
+        qkv, z, b, a = torch.split(projected, self.sizes, 1)
         return self._between(qkv, z, b, a, states)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of `entry`: of the convolution's inputs, of the gate, of b and of a."""
+        wide = self.heads * self.values
+        return [2 * self.key_heads * self.keys + wide, wide, self.heads, self.heads]
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether `join` gives one product for its projections: a module of Qwen3.5 or Qwen3-Next."""
+        m = self.module
+        if not hasattr(m, "in_proj_qkvz"):
+            return self.is_framed
+        parts = m.in_proj_qkvz, m.in_proj_ba, m.out_proj
+        return all(type(x) is nn.Linear and x.bias is None for x in parts)
+
+    def join(self) -> int:
+        """Have `entry` from now on. Returns the bytes of it that the module's own weights are no part of.
+
+        Qwen3-Next has rows of all kinds by key head: they change places, and the module loses its own.
+        """
+        m = self.module
+        if hasattr(m, "in_proj_qkvz") and self._joined is None:
+            parts = m.in_proj_qkvz, m.in_proj_ba
+            mixed, gates = (torch.arange(part.out_features)[None] for part in parts)
+            order = self._apart(mixed, gates + mixed.shape[1])
+            whole = torch.cat([part.weight.data for part in parts])
+            self._joined = whole[torch.cat(order, 1)[0]]
+            for part in parts:
+                part.weight.data = part.weight.data.new_empty(0)
+            return self._joined.numel() * self._joined.element_size()
+        assert self.entry is self._joined
+        return 0
 
     @property
     def _parts(self) -> tuple[nn.Linear, ...]:
@@ -216,7 +248,7 @@ class GatedDeltaNet(_DeltaRule):
                 return delta_layer(
                     qkv, z, a, b, weight, m.conv1d.bias, m.A_log, m.dt_bias, norm.weight,
                     norm.variance_epsilon, conv.numbers, state, states.packed.rows,
-                    states.packed.starts, self.key_heads, strongest=self._strongest,
+                    states.packed.starts, self.key_heads, strongest=self.strongest,
                 )  # fmt: skip
         out = self._recur(self.convolve(qkv, states), a, b, states).reshape(-1, self.values)
         if kernels:
@@ -228,7 +260,7 @@ class GatedDeltaNet(_DeltaRule):
         return normed.reshape(len(qkv), -1)
 
     @property
-    def _strongest(self) -> float:
+    def strongest(self) -> float:
         return 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
 
     def _recur(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
@@ -245,7 +277,7 @@ class GatedDeltaNet(_DeltaRule):
         """`_recur` of a step without drafts."""
         m, packed, cache = self.module, states.packed, states.recurrent
         assert cache is not None
-        strongest, kernels = self._strongest, takes_kernels(mixed, cache)
+        strongest, kernels = self.strongest, takes_kernels(mixed, cache)
         if kernels and (packed.lengths is None or packed.singly):
             return self._step(mixed, a, b, cache, packed, strongest)
         if kernels and max(self.keys, self.values) <= _WIDEST:
@@ -288,17 +320,21 @@ class GatedDeltaNet(_DeltaRule):
             qkv, z, b, a = (_project(x, part, states) for part in self._parts)
             return qkv, z, b, a
         if hasattr(m, "in_proj_qkvz"):
-            per_key = self.heads // self.key_heads
-            mixed = _project(x, m.in_proj_qkvz, states).view(len(x), self.key_heads, -1)
-            wide = per_key * self.values
-            q, k, v, z = torch.split(mixed, [self.keys, self.keys, wide, wide], 2)
-            strengths = _project(x, m.in_proj_ba, states).view(len(x), self.key_heads, -1)
-            b, a = torch.split(strengths, [per_key, per_key], 2)
-            qkv = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
-            return qkv, z.flatten(1), b.flatten(1), a.flatten(1)
+            mixed, gates = (_project(x, part, states) for part in (m.in_proj_qkvz, m.in_proj_ba))
+            return self._apart(mixed, gates)
         qkv = torch.cat([_project(x, part, states) for part in (m.q_proj, m.k_proj, m.v_proj)], 1)
         z, b, a = (_project(x, part, states) for part in (m.g_proj, m.b_proj, m.a_proj))
         return qkv, z, b, a
+
+    def _apart(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`_project` of what the two projections of Qwen3-Next give, which stands by key head."""
+        per_key = self.heads // self.key_heads
+        by_head = mixed.view(len(mixed), self.key_heads, -1)
+        wide = per_key * self.values
+        q, k, v, z = torch.split(by_head, [self.keys, self.keys, wide, wide], 2)
+        b, a = torch.split(gates.view(len(gates), self.key_heads, -1), per_key, 2)
+        qkv = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
+        return qkv, z.flatten(1), b.flatten(1), a.flatten(1)
 
 
 class KimiDelta(_DeltaRule):

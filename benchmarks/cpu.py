@@ -40,7 +40,7 @@ def cpu(
         typer.Option(
             "--part",
             help="With --peers: float32-weights, int8-weights, int4-weights, q8_0-weights, q4_0-weights, "
-            "long-context; may be repeated, all without.",
+            "long-context, experts-100m, hybrid-100m; may be repeated, all without.",
             show_default=False,
         ),
     ] = None,

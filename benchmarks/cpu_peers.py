@@ -13,11 +13,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from benchmarks.engine_timing import Case
 from benchmarks.peers.contest import Contestant, Row, kvant, take_turns
 from benchmarks.peers.filled import engine_with
 from benchmarks.peers.gguf_files import PeerWeights, demo_file
+from benchmarks.peers.random_models import RandomModel, save_random
 from benchmarks.peers.worker import Worker
 from kvant.engine.llm import LLM
 from kvant.errors import WayOut
@@ -50,6 +52,8 @@ class Part(Enum):
     Q8_0 = "q8_0-weights"  # the same GGUF file
     Q4_0 = "q4_0-weights"
     CONTEXT = "long-context"
+    EXPERTS = "experts-100m"  # random weights, a bfloat16 checkpoint
+    HYBRID = "hybrid-100m"
 
 
 _QUANTIZATION = {
@@ -63,6 +67,8 @@ _FILES = {Part.Q8_0: PeerWeights.Q8_0, Part.Q4_0: PeerWeights.Q4_0}
 
 _PEER_WEIGHTS = {Part.INT8: PeerWeights.Q8_0, Part.INT4: PeerWeights.Q4_0, **_FILES}
 _CASES = {Part.FLOAT32: SHORT_CASES, Part.CONTEXT: (LONG_CASE,)}
+_RANDOM = {Part.EXPERTS: RandomModel.EXPERTS, Part.HYBRID: RandomModel.HYBRID}
+"""Parts over models that are made for them, in transformers' default dtype and in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,10 @@ def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
     rows: list[Row] = []
     with ExitStack() as stack:
         long = part is Part.CONTEXT
-        contestants = [
-            *_peers_of(part, peers, stack, versions),
-            *_kvant_of(part),
-        ]
+        if part in _RANDOM:
+            contestants = list(_over_random(_RANDOM[part], peers, stack, versions))
+        else:
+            contestants = [*_peers_of(part, peers, stack, versions), *_kvant_of(part)]
         for case in _CASES.get(part, DECODE_CASES):
             repeats = (5 if long else 24) if case.decode else 1
             for row in take_turns(contestants, case, repeats=repeats, rounds=ROUNDS):
@@ -107,6 +113,28 @@ def table(rows: Sequence[Row]) -> str:
             f"{row.best_ms:.1f} | {row.tokens_per_second:.1f} |"
         )
     return "\n".join(lines)
+
+
+def _over_random(
+    model: RandomModel, peers: Peers, stack: ExitStack, versions: dict[str, str]
+) -> Iterator[Contestant]:
+    """transformers and Kvant, each in its default dtype and in float32."""
+    path = save_random(model, Path(stack.enter_context(TemporaryDirectory())))
+    for dtype in ("auto", "float32"):
+        if Peer.TRANSFORMERS in peers.wanted:
+            worker = stack.enter_context(_transformers(peers, path, dtype))
+            yield _peer(worker, f"bfloat16, dtype {dtype}", dtype, False, versions)
+        llm = LLM(
+            str(path), dtype=dtype, max_num_seqs=1, kv_cache_memory="64MiB", max_model_len=512
+        )
+        compute = llm.plan.compute_dtype
+        stored = compute.kv_dtype
+        batch, context = max(c.batch for c in DECODE_CASES), max(c.context for c in DECODE_CASES)
+        engine = engine_with(
+            llm, FormatRequest(stored, stored), batch=batch, context=context, filled=False
+        )
+        computed = "" if dtype == compute.value else f" ({compute.value})"
+        yield kvant(engine, f"bfloat16, dtype {dtype}{computed}", stored)
 
 
 def _kvant_of(part: Part) -> Iterator[Contestant]:
@@ -178,9 +206,10 @@ def _peer(
     return Contestant(worker.name, weights, kv, time)
 
 
-def _transformers(peers: Peers) -> Worker:
+def _transformers(peers: Peers, path: Path | None = None, dtype: str = "float32") -> Worker:
     module = "benchmarks.peers.transformers_worker"
-    command = (sys.executable, "-m", module, str(locate(DEMO_NAME).path), str(peers.threads))
+    path = locate(DEMO_NAME).path if path is None else path
+    command = (sys.executable, "-m", module, str(path), str(peers.threads), dtype)
     return Worker("transformers", command, [WayOut("leave it out", ("--peers", "llama-cpp"))])
 
 

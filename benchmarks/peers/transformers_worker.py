@@ -1,6 +1,8 @@
 """transformers' own `generate`, greedy, with its default cache (DynamicCache) and attention (sdpa).
 
-python -m benchmarks.peers.transformers_worker MODEL_DIRECTORY THREADS
+python -m benchmarks.peers.transformers_worker MODEL_DIRECTORY THREADS DTYPE
+
+DTYPE is float32, or auto for the one of the checkpoint, which is transformers' default.
 """
 
 from __future__ import annotations
@@ -52,12 +54,10 @@ def _prompts(model: Any, case: dict[str, Any]) -> Tensor:
 
 
 def main() -> None:
-    path, threads = sys.argv[1:]
+    path, threads, dtype = sys.argv[1:]
     torch.set_num_threads(int(threads))
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, local_files_only=True
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
     model.requires_grad_(False)
     about = {"transformers": transformers.__version__, "torch": torch.__version__}
     print(json.dumps(about), flush=True)

@@ -55,7 +55,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
     )
     target = found.target
     # If the forward keeps weights in its own form, load them in that form too.
-    own = found.forward if found.forward.rounds_itself and found.forward.stored else None
+    own = found.forward if found.forward.rounds_itself else None
     loaded = load_model(
         target.local.path,
         target.kv,

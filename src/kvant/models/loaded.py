@@ -197,12 +197,12 @@ class LoadedModel:
                 "these weights do not fit into the model that runs",
                 why="tensors have other names, shapes or dtypes",
             )
-        if self.choice.rounds_itself:  # it has copies of some weights, in another form
-            self._module, self._forward, self.scales = other._module, other._forward, other.scales
-            return
         with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(new[name])
+            if self.choice.rounds_itself:  # its forward has weights of other forms
+                self._module, self._forward = other._module, other._forward
+            else:
+                for name, tensor in own.items():
+                    tensor.copy_(new[name])
             for key, scale in self.scales.items():
                 scale.copy_(other.scales[key])
 

@@ -117,6 +117,11 @@ def _refuse_shapes(facts: ForwardFacts) -> str | None:
     )
     if normed and layer.head_dim_k % NORM_STEP:
         return f"heads of {layer.head_dim_k} are normed in steps of {NORM_STEP}"
+    sizes = ("linear_key_head_dim", "linear_value_head_dim") if geometry.has_states else ()
+    for field in sizes:
+        size = config.get(field, NORM_STEP)
+        if size % NORM_STEP:
+            return f"recurrent heads of {size} are taken in steps of {NORM_STEP}"
     hidden = geometry.hidden_size
     shapes = [(geometry.vocab_size, hidden), (hidden, layer.num_q_heads * layer.head_dim_k)]
     if not has_experts(facts):

@@ -45,9 +45,10 @@ def save_random(model: RandomModel, place: Path) -> Path:
     from kvant.models.quiet import quiet_transformers
 
     name, fields = _CONFIGS[model]
+    auto: Any = AutoModelForCausalLM
     torch.manual_seed(0)
     with quiet_transformers():
-        made = AutoModelForCausalLM.from_config(
+        made = auto.from_config(
             getattr(transformers, name)(**_COMMON, **fields), dtype=torch.bfloat16
         )
         made.save_pretrained(place / model.value)

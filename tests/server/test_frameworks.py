@@ -44,7 +44,7 @@ def add(a: Literal[1, 2]) -> int:
     return a + 1
 
 
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -184,11 +184,13 @@ def _haystack(url: str, model: str) -> None:
     (reply,) = found.run([dataclasses.ChatMessage.from_user("hi")])["replies"]
     assert reply.meta["usage"]["completion_tokens"] == 4
     tools: Any = pytest.importorskip("haystack.tools")
+    parameters = ADD["function"]["parameters"]  # closed, which those of the function are not
+    tool = tools.Tool(name="add", description="Adds.", parameters=parameters, function=add)
     pieces: list[Any] = []
     kwargs = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 400}
     (reply,) = found.run(
         [dataclasses.ChatMessage.from_user("hi")], generation_kwargs=kwargs,
-        tools=[tools.create_tool_from_function(add)], streaming_callback=pieces.append,
+        tools=[tool], streaming_callback=pieces.append,
     )["replies"]  # fmt: skip
     assert {call.tool_name for call in reply.tool_calls} == {"add"}
     assert len(pieces) > 1

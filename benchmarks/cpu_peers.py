@@ -124,17 +124,13 @@ def _over_random(
         if Peer.TRANSFORMERS in peers.wanted:
             worker = stack.enter_context(_transformers(peers, path, dtype))
             yield _peer(worker, f"bfloat16, dtype {dtype}", dtype, False, versions)
+        most = max(case.batch for case in DECODE_CASES)
         llm = LLM(
-            str(path), dtype=dtype, max_num_seqs=1, kv_cache_memory="64MiB", max_model_len=512
+            str(path), dtype=dtype, max_num_seqs=most, kv_cache_memory="128MiB", max_model_len=512
         )
         compute = llm.plan.compute_dtype
-        stored = compute.kv_dtype
-        batch, context = max(c.batch for c in DECODE_CASES), max(c.context for c in DECODE_CASES)
-        engine = engine_with(
-            llm, FormatRequest(stored, stored), batch=batch, context=context, filled=False
-        )
         computed = "" if dtype == compute.value else f" ({compute.value})"
-        yield kvant(engine, f"bfloat16, dtype {dtype}{computed}", stored)
+        yield kvant(llm.engine, f"bfloat16, dtype {dtype}{computed}", compute.kv_dtype)
 
 
 def _kvant_of(part: Part) -> Iterator[Contestant]:

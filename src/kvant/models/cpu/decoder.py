@@ -54,13 +54,13 @@ _CODES: dict[Quantization | None, tuple[Code | None, Code | None]] = {
     Quantization.INT8: (Code.INT8, Code.INT8),
     Quantization.INT4: (INT4, Code.INT8),
 }
-"""Codes of layers and of the head, whose rounding changes the logits directly."""
+"""Codes of layers, and of the head, whose rounding changes the logits directly."""
 
 
 def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDecoder:
-    """Build the compiled forward of a loaded module.
+    """Builds the compiled forward of a loaded module.
 
-    With quantization, the module loses the weights that were rounded. EngineFault if the module
+    With quantization, removes the rounded weights from the module. Raises EngineFault if the module
     does not match the plan.
     """
     fused = fuse(module, plan)
@@ -79,7 +79,7 @@ def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDec
 
 
 def _mismatch(decoder: FusedDecoder, compute: ComputeDtype) -> str | None:
-    """Return why compiled code cannot run these layers (a fault of the plan), or None."""
+    """Returns why compiled code cannot run these layers (a fault of the plan), or None."""
     model = decoder.model
     allowed = {torch.float32, torch.bfloat16}
     if compute is ComputeDtype.BFLOAT16:
@@ -129,7 +129,7 @@ def _refuse_mixer(layer: MixerLayer) -> str | None:
 
 
 def _drop_products(module: PreTrainedModel) -> None:
-    """Free the memory of weights that were packed; a tied head of numbers remains as the embedding."""
+    """Frees the memory of weights that were packed, except a wide tied head, which is the embedding."""
     embedding: Any = module.get_input_embeddings()
     for part in module.modules():
         is_narrow = isinstance(part, (NarrowLinear, NarrowEmbedding))
@@ -192,11 +192,11 @@ class CpuDecoder:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of weights that the module does not hold."""
+        """Bytes of weights that the module does not have."""
         found = self._moved_bytes
         table = self.embedding.data_ptr() if isinstance(self.embedding, Tensor) else None
         for linear in self._linears:
-            # Numbers of a tied head are the embedding, which the module keeps.
+            # A wide tied head is the embedding, which the module keeps.
             is_table = linear.weight.codes.data_ptr() == table
             if linear.rounds or (self.took_weights and not is_table):
                 found += linear.num_bytes
@@ -206,7 +206,7 @@ class CpuDecoder:
 
     @property
     def compiled_seconds(self) -> float | None:
-        """Spent in compiled code so far; Python has the rest of a step."""
+        """Seconds in compiled code so far. The rest of a step is spent in Python."""
         return self._compiled_seconds
 
     @property
@@ -220,7 +220,7 @@ class CpuDecoder:
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
+        """Returns logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         tokens, chosen, step_of = input_ids.shape[0], logits_index.shape[0], call.step
         if self._uses_torch and tokens > _TORCH_ROWS:
             return self._fused.run(input_ids, call, logits_index, layers)
@@ -271,7 +271,7 @@ class CpuDecoder:
     def _go(
         self, program: Program, call: StepCall, tokens: int, layers: Sequence[int], *, singly: bool
     ) -> dict[int, Tensor]:
-        """Run all operations, with stops for Python's part; return the outputs of `layers`."""
+        """Runs all operations, with stops for Python's part; returns the outputs of `layers`."""
         step, operations = address(self._step), address(program.operations)
         done, dtype = 0, self._like.dtype
         taps: dict[int, Tensor] = {}
@@ -310,7 +310,7 @@ class CpuDecoder:
         return done
 
     def _program_for(self, call: StepCall, rows: int, pairs: int) -> Program:
-        """Return the program for `rows` rows; build it if there is none."""
+        """Returns the program for `rows` rows; builds it if there is none."""
         attends = [i for i, part in enumerate(self._parts) if isinstance(part.mix, Attention)]
         groups = {call.pool.group_of(index) for index in attends}
         is_ours = all(isinstance(call.backends[index], CpuBackend) for index in attends)

@@ -1,4 +1,4 @@
-"""Rows of a narrow embedding as float32, exactly as the format's codec decodes them."""
+"""Reads rows of a narrow embedding as float32, exactly as the format's codec decodes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvant.weights.format import Scale
 
 @cache
 def embedding_worker(code: Code) -> int:
-    """Address of void(task, _): what every thread runs."""
+    """Returns the address of void(task, _), which every thread runs."""
     fmt, bits, size = code.format, code.bits, code_bytes(code)
     is_half, is_signed, has_offsets = (
         fmt.scale is Scale.FLOAT16,
@@ -83,8 +83,8 @@ def embedding_worker(code: Code) -> int:
 
 
 def embedding_task(weight: PackedWeight, out: Tensor) -> Block:
-    """Describe reading rows of a weight with scales in its tiles into out [T, columns]; the caller sets
-    IDS and ROWS.
+    """Returns a task that decodes a weight's rows, with scales in tiles, into out [T, columns]. The caller
+    sets IDS and ROWS.
     """
     made = block_of(Embed)
     made[Embed.WORKER // 8] = embedding_worker(weight.code)
@@ -98,7 +98,7 @@ def embedding_task(weight: PackedWeight, out: Tensor) -> Block:
 
 
 class PackedEmbedding(nn.Module):
-    """In the place of a module's embedding, for readers beside the compiled forward."""
+    """Replaces a module's embedding, for code outside the compiled forward that reads it."""
 
     def __init__(self, weight: PackedWeight) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What planning knows about the compiled forward on a CPU. Needs neither torch nor numba."""
+"""Facts for planning about the compiled forward on a CPU. Needs neither torch nor numba."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvant.models.geometry.parameters import QKNorm
 from kvant.models.geometry.weight_recipe import read_recipe
 
 GROUP = 32
-"""Columns that a product's kernel takes at a time; 4-bit weights share a scale over as many."""
+"""Columns that a product's kernel processes at a time. In 4-bit weights they share a scale."""
 
 TILE = 16
-"""Outputs of a narrow weight that a product's kernel takes at a time; the last are padded."""
+"""Outputs of a narrow weight that a product's kernel computes at a time. The last tile is padded."""
 
 FEWEST_ROWS = 4
-"""Rows of a weight that a product's kernel takes at a time, at most."""
+"""The fewest outputs of a weight. A product's kernel processes up to this many at a time."""
 
 NORM_STEP = 16
-"""Numbers of a head that the norm of queries and keys takes at a time."""
+"""Elements of a head that the norm of queries and keys processes at a time."""
 
 
 def refuse_shape(rows: int, columns: int) -> str | None:
-    """Return why there is no kernel for a weight of this shape, or None."""
+    """Returns why there is no kernel for a weight of this shape, or None."""
     if columns % GROUP or not columns:
         return f"a weight's {columns} inputs are no multiple of {GROUP}"
     if rows < FEWEST_ROWS:

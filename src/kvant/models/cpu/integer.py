@@ -1,11 +1,11 @@
 """Matrix products with narrow weights: integer sums over 32 inputs, 16 outputs per vector.
 
-`rounding` turns activations into integers, `weights` has the layout of weights. Each lane adds the products
+`rounding` rounds activations to integers. `weights` has the layout of weights. Each lane adds the products
 of 32 inputs with its output's codes in integers, which is exact. Then the sum is multiplied by both scales
 and added in float32, block after block. That order does not depend on the number of rows of x, on a row's
 position or on threads. So products are batch-invariant.
 
-Codes are read and taken apart once for up to 8 rows of x.
+Codes are read and unpacked once for up to 8 rows of x.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from kvant.weights.format import Scale
 _FETCHED_AHEAD = 8192  # bytes of a thread's own stream
 _LINE = 64
 _ZERO = {8: 7, 6: 5, 4: 3}
-"""The code that stands for zero, by bits, in formats without offsets: 2 to this power."""
+"""By bits: log2 of the code that means zero, in formats without offsets."""
 
 
 def _codes(b: Any, code: Code, at: Any) -> list[Any]:
-    """The codes of a block as 8 vectors FOURS, of inputs 4 s .. 4 s + 3, 0 .. 2^bits - 1."""
+    """Unpacks a block's codes 0 .. 2^bits - 1 to 8 vectors FOURS. Vector s has inputs 4 s .. 4 s + 3."""
     if code.bits == 8:
         return [load(b, FOURS, b.add(at, i64(64 * s))) for s in range(8)]
     packed = [load(b, WORDS, b.add(at, i64(64 * v))) for v in range(4)]
@@ -71,7 +71,7 @@ def _codes(b: Any, code: Code, at: Any) -> list[Any]:
 
 
 class _Beside:
-    """Scales and offsets of a tile, behind its codes: see `weights`."""
+    """Reads scales and offsets of a tile, which follow its codes; see `weights`."""
 
     def __init__(self, b: Any, code: Code, tile: Any, blocks: Any) -> None:
         self._b, self._code, fmt = b, code, code.format
@@ -91,7 +91,7 @@ class _Beside:
         )
 
     def scales(self, block: Any, part: int) -> Any:
-        """FLOATS for the `part`-th of a block's groups."""
+        """Returns the scales, FLOATS, of the `part`-th of a block's groups."""
         fmt, b = self._code.format, self._b
         at = b.add(self._scales, b.mul(b.sdiv(block, self._blocks), i64(self._size)))
         if fmt.scale is Scale.FLOAT32:
@@ -125,9 +125,9 @@ def _multiply(
     typing: Any, code: Any, digits: Any, rows: Any, tile: Any, stride: Any, scales: Any, bias: Any,
     x: Any, x_stride: Any, blocks: Any, out: Any, out_stride: Any, lanes: Any,
 ) -> Any:  # fmt: skip
-    """A tile of the weight times `rows` rows of x, plus bias, to `lanes` outputs of `rows` rows.
+    """Multiplies a tile of the weight by `rows` rows of x and adds bias. Writes `lanes` outputs of each row.
 
-    scales: of outputs, where they have one; they and bias are float32 [16]. x: rounded rows.
+    scales: one per output, if the format has such; scales and bias are float32 [16]. x: rounded rows.
     """
     kind, count, n = Code(code.literal_value), digits.literal_value, rows.literal_value
     signature = types.void(code, digits, rows, *[types.int64] * 10)
@@ -148,7 +148,7 @@ def _multiply(
             return splat(b, load(b, F32, place, 4))
 
         def begin(row: Any, digit: int, half: int | None) -> Any:
-            """What a sum of products starts with, so that codes count from the one for zero."""
+            """Returns the initial sum of products, which makes codes relative to the code of zero."""
             if fmt.offsets:
                 return words(0)
             found = splat(b, load(b, I32, b.add(row, i64(digit_sum(count, digit, half))), 4))
@@ -200,7 +200,7 @@ def _multiply(
 
 @cache
 def integer_worker(code: Code, digits: int) -> int:
-    """Address of void(task, _): what every thread runs. x of the task are rounded rows."""
+    """Returns the address of void(task, _), which every thread runs. The task's x are rounded rows."""
     number, eight = int(code), digits == EIGHT_BITS
 
     def work(task: int, _: int) -> None:

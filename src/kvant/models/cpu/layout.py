@@ -1,4 +1,4 @@
-"""Blocks of fields: the arguments of the operations of one forward."""
+"""Defines blocks of fields, which are the arguments of a forward's operations."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ is left) and ROWS.
 
 @plain
 class Task(Fields):
-    """What all tasks have."""
+    """Fields that every task of the compiled forward has."""
 
     NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
 
 
 @plain
 class Product(Fields):
-    """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias. With a narrow weight x is rounded, see `Round`.
+    """out[ROWS, OUTPUTS] = x[ROWS, COLUMNS] . weight + bias.
 
-    With one, STRIDE is that of tiles of 16 outputs, and SCALES and BIAS have whole tiles. With numbers, a
+    With a narrow weight, x is rounded (`Round`), STRIDE is that of tiles of 16 outputs, and SCALES and BIAS
+    are padded to whole tiles. With numbers, a
     result is rounded to bfloat16 if ROUNDS is not 0. Each thread has SCRATCH_STRIDE bytes of SCRATCH for
     CHUNK rows of a bfloat16 weight in float32; 0 without.
     """
@@ -304,7 +305,7 @@ class StepFields(Fields):
     """Arguments that all operations of one forward share."""
 
     TOKENS = auto()
-    CHOSEN = auto()  # rows whose logits are asked
+    CHOSEN = auto()  # rows whose logits are needed
     PARALLEL = auto()  # GOMP_parallel, or 0
     THREADS = auto()
     TEAM = auto()
@@ -324,11 +325,11 @@ class StepFields(Fields):
 
 @plain
 class Team(Fields):
-    """Threads that run one forward together; fields that are waited for have cache lines of their own."""
+    """Threads that run one forward together. Fields on which threads wait have separate cache lines."""
 
-    JOBS = auto()  # given out so far
-    DONE = LINE  # jobs that others than the leader have done
-    TICKET = 2 * LINE  # the first thread to come leads
+    JOBS = auto()  # number of jobs announced so far
+    DONE = LINE  # jobs done by threads other than the leader
+    TICKET = 2 * LINE  # the first thread that takes one becomes the leader
     FUNCTION = auto()  # the job: void(data, _); 0 to end
     DATA = auto()
     OTHERS = auto()  # threads beside the leader
@@ -348,14 +349,14 @@ class Kind(IntEnum):
     """Kind of an operation of a program."""
 
     TASK = 0
-    LAST_TASK = 1  # of the chosen rows alone
+    LAST_TASK = 1  # of the chosen rows only
     WRITE = 2
     ATTEND = 3
 
 
 @plain
 class Operation(Fields):
-    """One operation. ALONE: rows up to which one thread does it, since waking others costs more."""
+    """One operation. ALONE: most rows that one thread processes, since waking others would cost more."""
 
     KIND = auto()
     TASK = auto()

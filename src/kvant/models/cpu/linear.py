@@ -1,4 +1,4 @@
-"""Tasks of matrix products, and a product for rows outside a program."""
+"""Makes tasks of matrix products, and multiplies rows outside a program."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import Code, PackedWeight
 
 _CHUNK_BYTES = 131072
-"""Bytes of weight rows that a thread takes at a time: they stay in its level 2 cache."""
+"""Bytes of weight rows that a thread processes at a time. They stay in its level 2 cache."""
 _CHUNKS_A_THREAD = 4
 
 
 def float_rows(rows: int, columns: int) -> Tensor:
-    """Allocate float32 [rows, columns] on the CPU for compiled code, regardless of torch's defaults."""
+    """Allocates float32 [rows, columns] on the CPU for compiled code, regardless of torch's defaults."""
     return torch.empty(rows, columns, dtype=torch.float32, device="cpu")
 
 
 def rounded_rows(rows: int, columns: int, digits: int) -> Tensor:
-    """Allocate room for rounded rows, uint8 [rows, bytes]."""
+    """Allocates memory for rounded rows, uint8 [rows, bytes]."""
     size = columns // 32 * block_bytes(digits)
     return torch.empty(rows, size, dtype=torch.uint8, device="cpu")
 
 
 def rounding(x: Tensor, out: Tensor, columns: int, digits: int) -> Block:
-    """Describe the rounding of x [T, columns], float32, into `rounded_rows`; the caller sets ROWS."""
+    """Returns the task that rounds x [T, columns], float32, into `rounded_rows`; the caller sets ROWS."""
     made = block_of(Round)
     made[Round.WORKER // 8] = round_worker(digits)
     made[Round.X // 8], made[Round.X_STRIDE // 8] = x.data_ptr(), x.stride(0) * 4
@@ -43,7 +43,7 @@ def rounding(x: Tensor, out: Tensor, columns: int, digits: int) -> Block:
 class Linear:
     """A stored weight and a bias [outputs] or None, with the block that describes its product.
 
-    digits: of activations, which a product with a narrow weight takes as integers.
+    digits: number of digits of activations, which products with narrow weights read as integers.
     """
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, digits: int = EXACT) -> None:
@@ -56,7 +56,7 @@ class Linear:
 
     @property
     def rounds(self) -> bool:
-        """Whether a product takes rounded rows."""
+        """Whether the product reads rounded rows."""
         return not self.weight.code.is_number
 
     def scratch_bytes(self, threads: int) -> int:
@@ -127,7 +127,7 @@ class Linear:
         return out
 
     def _chunk(self, threads: int) -> int:
-        """Rows, or tiles of a narrow weight: as much as fits, but several for each thread."""
+        """Returns rows (or tiles) per chunk: as many as fit, but few enough for several chunks per thread."""
         weight = self.weight
         unit = 1 if self.rounds else OUTPUTS
         size = 4 if weight.code.is_number else weight.codes.element_size()

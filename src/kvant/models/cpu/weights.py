@@ -1,14 +1,14 @@
-"""Weights as products on a CPU read them: 16 outputs beside each other, so that no sum crosses lanes.
+"""Arranges weights for products on a CPU: 16 outputs are adjacent, so that no sum crosses lanes.
 
-`kvant.weights` defines the formats; here their bytes only move. A tile has 16 outputs, the last one
-padded with zeros. A block is 32 inputs, as vectors of 64 bytes, four inputs for each output:
+`kvant.weights` defines the formats; this file only reorders bytes. A tile has 16 outputs; the last tile is
+padded with zeros. A block has 32 inputs, as vectors of 64 bytes, four inputs for each output:
 
     8 bits   8 vectors; vector s has inputs 4 s .. 4 s + 3, code + 128
     4 bits   4 vectors; vector v has inputs 4 v .. in its low halves, 16 + 4 v .. in its high halves
     6 bits   the same of the low halves, and 2 vectors of upper bits: field k of 2 bits in vector u belongs to
              inputs 16 u + 4 k ..
 
-Behind the codes of all blocks come scales, offsets and factors, each [block, group or superblock, 16].
+The codes of all blocks are followed by scales, offsets and factors, each [block, group or superblock, 16].
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvant.weights.format import Code as Bits
 
 
 class Code(IntEnum):
-    """A stored form that has a product. The number is part of the compiled code."""
+    """A format of weights that has a product. Compiled code contains the number."""
 
     FLOAT32 = 0
     INT8 = 1  # one scale an output
@@ -69,7 +69,7 @@ class Code(IntEnum):
 
 
 INT4 = Code.Q4_1
-"""What `--quantization int4` rounds to: a scale and an offset for 32 inputs."""
+"""The format of `--quantization int4`: a scale and an offset for 32 inputs."""
 
 _OF_FORMAT = {code.format: code for code in Code if not code.is_number}
 _NUMBERS = {torch.float32: Code.FLOAT32, torch.bfloat16: Code.BFLOAT16}
@@ -111,7 +111,7 @@ def pack(weight: Tensor, code: Code | None) -> PackedWeight:
 
 
 def with_offsets(weight: NarrowWeight) -> NarrowWeight:
-    """4-bit codes with float32 scales and offsets, in the place of zero points: the same numbers, exactly.
+    """Returns 4-bit codes with float32 scales and offsets instead of zero points. Decoded values are equal.
 
     Scales of 16 bits have at most 11 significant bits: with four more of a code, products and offsets are
     exact in float32. Products with float32 scales are rounded to it once.
@@ -126,7 +126,7 @@ def with_offsets(weight: NarrowWeight) -> NarrowWeight:
 
 
 def pack_narrow(weight: NarrowWeight) -> PackedWeight:
-    """A narrow weight's bytes in tiles; 4-bit codes in groups get offsets (`with_offsets`)."""
+    """Arranges a narrow weight's bytes in tiles. 4-bit codes in groups get offsets (`with_offsets`)."""
     if weight.format not in _OF_FORMAT:
         weight = with_offsets(weight)
     code, rows, columns = _OF_FORMAT[weight.format], weight.rows, weight.columns
@@ -149,14 +149,14 @@ def pack_narrow(weight: NarrowWeight) -> PackedWeight:
 
 
 def unpack(weight: PackedWeight) -> Tensor:
-    """float32 [rows, columns]: what products multiply with."""
+    """Returns the decoded weight that products use, float32 [rows, columns]."""
     if weight.code.is_number:
         return weight.codes.to(torch.float32)
     return decode(narrow_of(weight))
 
 
 def narrow_of(weight: PackedWeight) -> NarrowWeight:
-    """The inverse of `pack_narrow`."""
+    """Does the inverse of `pack_narrow`."""
     code, rows, columns, tiles = weight.code, weight.rows, weight.columns, weight.codes.shape[0]
     fmt, blocks = code.format, columns // GROUP
     end = blocks * code_bytes(code)
@@ -182,12 +182,12 @@ def narrow_of(weight: PackedWeight) -> NarrowWeight:
 
 
 def code_bytes(code: Code) -> int:
-    """Bytes of the codes of 16 outputs and 32 inputs."""
+    """Returns the bytes of the codes of 16 outputs and 32 inputs."""
     return TILE * GROUP * code.bits // 8
 
 
 def _beside(code: Code, columns: int) -> list[tuple[int, torch.dtype]]:
-    """Behind the codes: how many vectors of 16, and their dtype."""
+    """Returns the arrays after the codes: for each, its number of vectors of 16, and their dtype."""
     fmt = code.format
     scale = {1: torch.uint8, 2: torch.float16, 4: torch.float32}[fmt.scale.num_bytes]
     if code is Code.Q6_K:
@@ -199,11 +199,11 @@ def _beside(code: Code, columns: int) -> list[tuple[int, torch.dtype]]:
 
 
 _MOST_AT_ONCE = 1 << 24
-"""Codes that are taken apart at once, a byte each."""
+"""Most codes that are unpacked at once, to one byte each."""
 
 
 def _parts(weight: NarrowWeight) -> Iterable[Tensor]:
-    """A weight's codes, some tiles of outputs at a time; the last ones padded with zeros."""
+    """Yields a weight's codes, some tiles of outputs at a time; pads the last tile with zeros."""
     step = max(1, _MOST_AT_ONCE // (weight.columns * TILE)) * TILE
     for part in torch.split(weight.codes, step):
         missing = -len(part) % TILE
@@ -211,7 +211,7 @@ def _parts(weight: NarrowWeight) -> Iterable[Tensor]:
 
 
 def _codes_in_tiles(code: Code, codes: Tensor) -> Tensor:
-    """Codes of some tiles of outputs, as in `NarrowWeight`, to uint8 [tiles, blocks, bytes]."""
+    """Converts codes of some tiles of outputs, as in `NarrowWeight`, to uint8 [tiles, blocks, bytes]."""
     tiles = len(codes) // TILE
     if code.bits == 8:
         parts = (codes ^ 0x80).view(tiles, TILE, -1, 8, 4)
@@ -229,7 +229,7 @@ def _codes_in_tiles(code: Code, codes: Tensor) -> Tensor:
 
 
 def _codes_of_tiles(code: Code, tiled: Tensor) -> Tensor:
-    """The inverse: codes of 0..2^bits - 1, uint8 [tiles, 16, blocks, 32]."""
+    """Does the inverse of `_codes_in_tiles`: returns codes 0..2^bits - 1, uint8 [tiles, 16, blocks, 32]."""
     tiles, blocks = tiled.shape[:2]
     if code.bits == 8:
         return tiled.view(tiles, blocks, 8, TILE, 4).permute(0, 3, 1, 2, 4).reshape(tiles, TILE, -1)

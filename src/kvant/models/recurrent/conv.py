@@ -21,9 +21,9 @@ from kvant.models.recurrent.packed import (
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, packed: Packed, *, silu: bool
 ) -> Tensor:
-    """Convolve each channel with its own kernel over a sequence's tokens, zeros before the first.
+    """Convolves each channel with its own kernel over a sequence's tokens, with zeros before the first.
 
-    x: [T, channels]. weight: [channels, kernel], whose last column meets the newest token. bias:
+    x: [T, channels]. weight: [channels, kernel]; its last column multiplies the newest token. bias:
     [channels]. silu: apply x * sigmoid(x). Returns [T, channels] in x's dtype, computed in float32 or
     wider. Replaces the states by each sequence's last kernel - 1 inputs.
     """
@@ -37,7 +37,7 @@ def causal_conv(
 def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, packed: Packed, *, silu: bool
 ) -> Tensor:
-    """`causal_conv` of a step without drafts."""
+    """Runs `causal_conv` for a step without drafts."""
     size = weight.shape[1]
     if takes_kernels(x, cache):
         from kvant.models.recurrent.kernels import conv_prompts, conv_step
@@ -71,7 +71,7 @@ def _convolved(
 
 
 def _extend(x: Tensor, history: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """Each sequence's history before its tokens, and where the results of the tokens stand, [T]."""
+    """Inserts each sequence's history before its tokens. Returns that, and the index of each result, [T]."""
     assert packed.lengths is not None
     num, before = history.shape[:2]
     owner = packed.owners.to(torch.int64)

@@ -1,4 +1,4 @@
-"""Elementwise recurrences h_t = a_t h_(t-1) + b_t over packed sequences, as Mamba1 has them."""
+"""Computes elementwise recurrences h_t = a_t h_(t-1) + b_t over packed sequences, as in Mamba1."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvant.kv.state_pool import StateCache, draft_page
 from kvant.models.recurrent.packed import Packed, read_state, write_state
 
 _AT_ONCE = 64
-"""Tokens of a prompt whose states are made at once: each of them has a state of its own."""
+"""Most tokens of a prompt that are computed at once, since each of them needs memory for a state."""
 
 Make = Callable[[slice], tuple[Tensor, Tensor]]
-"""a and b [n, *shape] of some tokens, in float32 or wider."""
+"""Returns a and b [n, *shape] of some tokens, in float32 or wider."""
 
 Use = Callable[[slice, Tensor], None]
-"""Takes the states [n, *shape] behind some tokens."""
+"""Called with the states [n, *shape] after some tokens."""
 
 
 def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) -> None:
-    """Run the recurrence over each sequence's tokens, from its stored state; stores the states it ends with.
+    """Runs the recurrence over each sequence's tokens, from its stored state. Stores the final states.
 
-    make, use: called for tokens of T in order, a few at a time, since a state is larger than a token.
+    make, use: called for slices of the step's tokens in order, since states of all would need much memory.
     """
     if packed.lengths is None:
         every = slice(0, len(packed.rows))
@@ -63,7 +63,7 @@ def elementwise_scan(make: Make, use: Use, cache: StateCache, packed: Packed) ->
 
 
 def _double(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
-    """The states of consecutive tokens: in log2(n) passes, each token takes in twice as many before it."""
+    """Returns the states of n consecutive tokens, in log2(n) passes that double the tokens in each state."""
     b = torch.cat([(a[:1] * state + b[:1]), b[1:]])
     step = 1
     while step < len(b):

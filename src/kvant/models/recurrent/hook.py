@@ -1,9 +1,9 @@
-"""Puts Kvant's mixers under the layers of a transformers model that carry states.
+"""Makes layers with recurrent states in a transformers model use Kvant's mixers.
 
     model(input_ids, position_ids=.., use_cache=False, kvant=StepCall)
         -> each such layer: Hooked(hidden [1, T, hidden], .., kvant=StepCall) -> Mixer.run
 
-The step travels in the keyword `kvant`, as it does to attention.
+The step is passed in the keyword `kvant`, as it is to attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvant.models.recurrent.packed import Packed
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mixer]]:
-    """Every module that carries states: its path, itself, and Kvant's mixer for it."""
+    """Yields every module with recurrent states: its path, the module, and Kvant's mixer for it."""
     for name, module in model.named_modules():
         make = MIXERS.get(type(module).__name__)
         if make is not None:
@@ -29,12 +29,12 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Mixer]]:
 
 
 def mixer_of(layer: nn.Module) -> Mixer | None:
-    """The mixer of a decoder layer that carries a state, None for a layer that attends."""
+    """Returns the mixer of a decoder layer with recurrent states, None for a layer with attention."""
     return next((mixer for _, _, mixer in find_mixers(layer)), None)
 
 
 def hook_mixers(model: nn.Module) -> None:
-    """Replace the forward of every module that carries states. Mutates the modules."""
+    """Replaces the forward of every module with recurrent states. Mutates the modules."""
     for _, module, mixer in find_mixers(model):
         module.forward = Hooked(type(module).__name__, module.layer_idx, mixer)  # type: ignore[arg-type]
 
@@ -48,7 +48,7 @@ class Hooked:
     def __call__(
         self, hidden_states: Tensor, *_: object, kvant: StepCall | None = None, **__: object
     ) -> Tensor:
-        """[1, T, hidden] -> [1, T, hidden]."""
+        """Runs the mixer: [1, T, hidden] -> [1, T, hidden]."""
         if kvant is None:
             raise EngineFault(f"{self._who} was called without a step")
         return run_mixer(self._mixer, hidden_states[0], kvant, self._layer)[None]
@@ -57,7 +57,7 @@ class Hooked:
 def run_mixer(
     mixer: Mixer, x: Tensor, call: StepCall, layer: int, multiply: Product = F.linear
 ) -> Tensor:
-    """One layer's mixer over a step: [T, hidden] -> [T, hidden]. EngineFault without its planned states.
+    """Runs one layer's mixer: x [T, hidden] -> [T, hidden]. Raises EngineFault without planned states.
 
     multiply: as in `LayerStates`.
     """
@@ -65,7 +65,7 @@ def run_mixer(
 
 
 def run_framed(mixer: Framed, projected: Tensor, call: StepCall, layer: int) -> Tensor:
-    """What lies between a framed mixer's two products, as `Framed.between`. Raises like `run_mixer`."""
+    """Runs `Framed.between`, the part of a mixer between its two products. Raises like `run_mixer`."""
     return mixer.between(projected, _states(mixer, call, layer, F.linear))
 
 

@@ -1,4 +1,4 @@
-"""Where the sequences of a step stand in its tokens, and where they keep their states."""
+"""Maps the sequences of a step to their tokens and to the pages of their states."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Chunks:
 class Packed:
     """n sequences in T tokens.
 
-    step: the step. rows: [n] int64, pages of the states. starts: [n] int32, tokens that a sequence's state
-    holds already; not positive for one whose first token runs, and for padding. cu_seqlens: [n + 1] int32.
-    lengths: tokens of each sequence on the host; None if each has one, as in recorded decodes. singly: tokens
-    run one after the other, for results that depend neither on other sequences nor on how a prompt is cut.
+    step: the step. rows: [n] int64, pages of the states. starts: [n] int32, number of tokens in a sequence's
+    state; not positive if its first token runs, and for padding. cu_seqlens: [n + 1] int32.
+    lengths: tokens of each sequence, on the host; None if each has one, as in recorded decodes. singly: run
+    token after token, so that results depend neither on other sequences nor on how a prompt is cut.
     """
 
     step: Step
@@ -56,10 +56,10 @@ class Packed:
 
     @staticmethod
     def of(step: Step, pages: Tensor | None = None, *, singly: bool = False) -> Packed:
-        """The step's sequences. EngineFault for a step without rows.
+        """Returns the step's sequences. Raises EngineFault for a step without rows.
 
-        pages: of the states of each row (`StatePool.pages`); without them, a row is its page. singly: as in
-        the class.
+        pages: the state page of each row (`StatePool.pages`); None if rows are page numbers. singly: as
+        in the class.
         """
         if step.rows is None:
             raise EngineFault("a step without rows of states reached a recurrent layer")
@@ -74,9 +74,9 @@ class Packed:
         return Packed(step, rows, starts, step.cu_seqlens_q, step.lengths, singly)
 
     def turns(self, *, apart: bool) -> list[Turn] | None:
-        """The step in turns, where drafts are verified; None if all tokens may run at once.
+        """Divides a step with drafts into turns; returns None if all tokens may run at once.
 
-        apart: each token of a sequence has a turn of its own.
+        apart: whether each token of a sequence needs a separate turn.
         """
         if self.lengths is None or (self.step.draft_states is None and not apart):
             return None
@@ -90,7 +90,7 @@ class Packed:
 
     @property
     def owners(self) -> Tensor:
-        """[T] int32, each token's sequence."""
+        """The sequence of each token, [T] int32."""
         found = self.step.lists.get("state owners")
         if found is None:
             if self.lengths is None:
@@ -114,7 +114,7 @@ class Packed:
         return found
 
     def chunks(self, size: int) -> Chunks | None:
-        """Chunks of the sequences with several tokens; None if there are none."""
+        """Returns chunks of the sequences with several tokens; None if there are none."""
         assert self.lengths is not None
         longer = [(n, place) for place, n in enumerate(self.lengths) if n > 1]
         if not longer:
@@ -184,7 +184,7 @@ def _sent(values: Sequence[int], packed: Packed, dtype: torch.dtype = torch.int6
 def _part(
     packed: Packed, rows: Tensor, starts: Tensor, lengths: Sequence[int], *, singly: bool
 ) -> Packed:
-    """Some sequences with some of their tokens, without drafts."""
+    """Returns some sequences with some of their tokens, without drafts."""
     cu_seqlens = _sent([int(n) for n in np.cumsum([0, *lengths])], packed, torch.int32)
     kept = None if max(lengths) == 1 else tuple(lengths)
     step = replace(packed.step, cu_seqlens_q=cu_seqlens, lengths=kept, draft_states=None)
@@ -267,7 +267,7 @@ def in_turns(
 def read_state(
     cache: StateCache, packed: Packed, places: Sequence[int] | Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """States [n, *shape] of some sequences, of all for None; zeros for new ones. A copy in `dtype`."""
+    """Returns a copy in `dtype` of states [n, *shape]; zeros for new sequences. places: None for all."""
     rows, starts = packed.rows, packed.starts
     if places is not None:
         index = _index(places, rows.device)
@@ -282,7 +282,7 @@ def read_state(
 def write_state(
     cache: StateCache, packed: Packed, places: Sequence[int] | Tensor | None, value: Tensor
 ) -> None:
-    """Store states [n, *shape], of any floating dtype, of some sequences, of all for None."""
+    """Stores states [n, *shape], of any floating dtype. places: the sequences, None for all."""
     rows = packed.rows
     if places is not None:
         rows = rows[_index(places, rows.device)]
@@ -292,7 +292,7 @@ def write_state(
 
 
 def takes_kernels(x: Tensor, cache: StateCache) -> bool:
-    """Whether Triton's kernels run on numbers x [..] and these states, whose rows fill words of 16 bits."""
+    """Returns whether Triton's kernels run on x [..] and these states, whose rows must fill 16-bit words."""
     fills = cache.spec.choice.dtype.format.is_native or cache.spec.geometry.shape[-1] % 2 == 0
     return x.device.type != "cpu" and x.dtype is not torch.float64 and fills
 

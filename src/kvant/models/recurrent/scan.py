@@ -33,20 +33,20 @@ from kvant.models.recurrent.packed import (
 )
 
 CHUNK = 64
-"""Tokens of a chunk where all keys of a head decay alike."""
+"""Tokens of a chunk if all keys of a head have the same decay."""
 
 KEY_CHUNK = 16
-"""Tokens of a chunk where each key decays by itself: every pair of tokens has its own decays."""
+"""Tokens of a chunk if each key has its own decay, since every pair of tokens then needs decays per key."""
 
 
 def scan(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, cache: StateCache, packed: Packed,
     *, singles: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Run the recurrence over each sequence's tokens, from its stored state; stores the states it ends with.
+    """Runs the recurrence over each sequence's tokens, from its stored state. Stores the final states.
 
-    q, k: [T, key_heads, keys], scaled as they are to be used; each of them serves heads / key_heads heads
-    in order. v: [T, heads, values]. g: [T, heads] or [T, heads, keys], logarithms of decays, at most 0. beta:
+    q, k: [T, key_heads, keys], already scaled; each key head serves heads / key_heads consecutive heads.
+    v: [T, heads, values]. g: [T, heads] or [T, heads, keys], logarithms of decays, at most 0. beta:
     [T, heads], or None without a delta rule. singles: False leaves sequences with one token alone; their
     results are undefined. Returns [T, heads, values] in float32 or wider.
     """
@@ -62,7 +62,7 @@ def _scanned(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor | None, cache: StateCache,
     packed: Packed, singles: bool,
 ) -> Tensor:  # fmt: skip
-    """`scan` of a step without drafts."""
+    """Runs `scan` for a step without drafts."""
     work = torch.promote_types(v.dtype, torch.float32)
     q, k, v, g = (x.to(work) for x in (q, k, v, g))
     beta = None if beta is None else beta.to(work)
@@ -88,10 +88,10 @@ def one_token(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor,
     *, apart: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One token of each of n sequences. state: [n, heads, values, keys], which is overwritten.
+    """Runs one token of each of n sequences. state: [n, heads, values, keys], which is overwritten.
 
-    The rest as in `scan`, with T = n. apart: no sequence's sums depend on the others. Returns the outputs
-    [n, heads, values] and the new states.
+    Other arguments: as in `scan`, with T = n. apart: no sequence's sums may depend on the others. Returns
+    the outputs [n, heads, values] and the new states.
     """
     heads = v.shape[1]
     q, k = _for_heads(q, heads), _for_heads(k, heads)
@@ -104,7 +104,7 @@ def one_token(
 
 
 def _product(state: Tensor, x: Tensor, *, apart: bool) -> Tensor:
-    """state [n, heads, values, keys] times x [n, heads, keys]: [n, heads, values]."""
+    """Multiplies state [n, heads, values, keys] by x [n, heads, keys]; returns [n, heads, values]."""
     return (state * x[:, :, None]).sum(-1) if apart else (state @ x[..., None])[..., 0]
 
 
@@ -112,12 +112,12 @@ def _in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chunks: Chunks, cache: StateCache,
     packed: Packed, out: Tensor,
 ) -> None:  # fmt: skip
-    """Set the results out [T, heads, values] of the tokens in chunks; stores the states."""
+    """Writes results of the tokens in chunks to out [T, heads, values]; stores the states."""
     heads, values = v.shape[1:]
     by_key = g.ndim == 3
 
     def cut(x: Tensor) -> Tensor:
-        """[T, heads, d] -> [m, heads, size, d]; tokens behind a last one are zeros and change nothing."""
+        """Cuts x [T, heads, d] into [m, heads, size, d]. Padding tokens are zeros, which have no effect."""
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])[chunks.tokens]
         return x.view(-1, chunks.size, *x.shape[1:]).transpose(1, 2)
 
@@ -171,5 +171,5 @@ def _in_chunks(
 
 
 def _for_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat heads of dimension 1 so that there are as many as `heads`."""
+    """Repeats the heads in dimension 1 to get `heads` of them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

@@ -10,6 +10,7 @@ import pytest
 from kvant.cli.llama_flags import KV_TYPES, LLAMA_SERVER
 from kvant.errors import BadValue
 from kvant.kv.names import parse_one
+from kvant.plan.speculative_config import parse_speculative_config
 from tests.cli.command import kvant
 from tests.cli.test_carried_over import translated
 
@@ -83,6 +84,14 @@ def test_lora_is_refused_by_name_with_a_way_out() -> None:
         with pytest.raises(BadValue) as fault:
             translated(*args)
         assert "merge" in str(fault.value)
+
+
+def test_the_way_out_for_a_drafter_is_a_method_that_exists() -> None:
+    ran = kvant("serve", "--from-llama-server", "llama-server -m smollm2 -md draft.gguf")
+    assert ran.code != 0
+    found = re.search(r"--speculative-config '(.+?)'", ran.err)
+    assert found is not None, ran.err
+    assert parse_speculative_config(found[1]).method.name == "ngram"
 
 
 def test_a_line_of_vllm_is_printed_in_kvants_flags() -> None:

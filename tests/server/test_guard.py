@@ -235,6 +235,9 @@ def test_browsers_let_in_pages_of_this_machine_and_those_that_are_named(
     preflight = guarded.send("OPTIONS", "/v1/chat/completions", headers=asked)
     assert (preflight.status == 200) == allowed
     assert preflight.headers.get("access-control-allow-origin") == shown
+    asked["Access-Control-Request-Method"] = "DELETE"  # of stored responses and sessions
+    preflight = guarded.send("OPTIONS", "/v1/responses/resp_1", headers=asked)
+    assert (preflight.status == 200) == allowed
     plain = guarded.send("OPTIONS", "/v1/models", headers={"Authorization": ""})
     assert plain.status == 401, "only a preflight request needs no key"
 

@@ -12,7 +12,9 @@ _MODEL = "MODEL"
 
 _IN_REQUESTS = WayOut("set it in requests, or in the model's generation_config.json")
 _BY_TEMPLATE = "the chat template tells how the model writes reasoning and tool calls"
-_ONE_DEVICE = "one device holds all weights"
+_ONE_DEVICE = (
+    "a device holds all layers; --tensor-parallel-size N divides each of them in equal parts"
+)
 _TEXT_ONLY = "the server takes text only"
 _LOG = "the log has warnings and errors only; --log-requests prints a line for each request"
 _MEMORY = "weights are read once and stay in memory"
@@ -97,7 +99,16 @@ _TABLE: Sequence[tuple[str, Foreign]] = (
         "--cache-reuse -cram --cache-ram",
         Foreign(True, no_effect="the prefix cache has all free pages"),
     ),
-    ("--slot-save-path", Foreign(True, refused="pages of the cache are not saved")),
+    (
+        "--slot-save-path",
+        Foreign(
+            True,
+            refused="slots are not saved to files by requests of llama.cpp's form",
+            way_out=WayOut(
+                "keep conversations by /v1/kv/sessions: --kv-offload host:SIZE,disk:DIR:SIZE"
+            ),
+        ),
+    ),
     ("--props", Foreign(refused="options do not change while the server runs")),
     ("--host", Foreign(True, becomes=("--host",))),
     ("--port", Foreign(True, becomes=("--port",))),
@@ -143,9 +154,7 @@ _TABLE: Sequence[tuple[str, Foreign]] = (
         Foreign(
             True,
             refused="llama.cpp's drafts are not offered",
-            way_out=WayOut(
-                'draft from the prompt: --speculative-config \'{"method": "prompt_lookup"}\''
-            ),
+            way_out=WayOut('draft from the prompt: --speculative-config \'{"method": "ngram"}\''),
         ),
     ),
     (

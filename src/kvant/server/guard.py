@@ -261,7 +261,7 @@ def with_cors(app: App, allowed_origins: tuple[str, ...]) -> App:
         app,
         allow_origins=allowed_origins,
         allow_origin_regex=LOOPBACK_ORIGIN,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=("*",),
         expose_headers=("retry-after", "x-should-retry", "x-request-id"),
         max_age=600,

@@ -1,1 +1,1 @@
-"""Kvant's own decoder for plain dense models: the same weights, fewer operations per step."""
+"""Kvant's own decoder: runs the weights of transformers models with fewer operations per step."""

@@ -1,8 +1,8 @@
-"""Kvant's own decoder over packed tokens: every family of the table, one loop.
+"""Kvant's own decoder over packed tokens: one loop for every family in the table of recipes.
 
-It runs the weights of a transformers module that was loaded as usual: q, k and v in one matrix
-product, gate and up in another, with few launches between them. What differs between families is data
-(`kvant.models.fused.layers`), read from the module by the family's recipe.
+It runs the weights of a loaded transformers module. One matrix product computes q, k and v, another gate and
+up, with few launches between them. What differs between families is data (`kvant.models.fused.layers`),
+which the family's recipe reads from the module.
 """
 
 from __future__ import annotations
@@ -56,24 +56,27 @@ _HEAD_NORMS = {
 
 
 class Products(Protocol):
-    """How a step multiplies with stored weights."""
+    """Multiplies the rows of a step by stored weights."""
 
     def plain(self, x: Rows, linear: Linear) -> Tensor:
-        """x [T, columns] -> [T, rows]."""
+        """Returns the product [T, rows] of x [T, columns]."""
         ...
 
     def gated(self, x: Rows, linear: Linear, activation: Activation, reader: Linear) -> Rows:
-        """activation(gate) * up of the product's rows, [T, rows / 2], as `reader` takes them."""
+        """Returns activation(gate) * up, [T, rows / 2], of the product.
+
+        Rounded if `reader` takes rounded rows.
+        """
         ...
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:
-        """Logits [T, rows], in the dtype of x or a wider one."""
+        """Returns logits [T, rows] of x [T, columns], in the dtype of x or a wider one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AnyProducts:
-    """Products as every linear layer computes them."""
+    """Products that each linear layer computes itself."""
 
     kernels: Kernels
 
@@ -84,11 +87,12 @@ class AnyProducts:
         return gate(self.kernels, apply(linear, x), activation, reader)
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:
+        """Implements `Products.head`: x [T, columns] -> [T, rows]."""
         return linear(x)
 
 
 def gate(kernels: Kernels, gate_up: Tensor, activation: Activation, reader: Linear) -> Rows:
-    """`Kernels.gate` of gate_up [T, 2 * width], rounded if `reader` multiplies rounded rows."""
+    """Returns `Kernels.gate` of gate_up [T, 2 * width], rounded if `reader` multiplies rounded rows."""
     rounding = rounding_for(reader, len(gate_up))
     if rounding is None:
         return kernels.gate(gate_up, activation)
@@ -98,7 +102,10 @@ def gate(kernels: Kernels, gate_up: Tensor, activation: Activation, reader: Line
 def make(
     module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice, group: Group | None = None
 ) -> FusedDecoder:
-    """Build the fused forward of a loaded module. EngineFault if the module does not match the plan."""
+    """Builds the fused forward of a loaded module.
+
+    Raises EngineFault if the module does not match the plan.
+    """
     return fuse(module, plan, batch_invariant=choice.batch_invariant, group=group)
 
 
@@ -109,12 +116,11 @@ def fuse(
     batch_invariant: bool = False,
     group: Group | None = None,
 ) -> FusedDecoder:
-    """The fused forward of a loaded module.
+    """Builds the fused forward of a loaded module.
 
-    The module's parameters become views of the fused ones, so no weight is stored twice.
-    batch_invariant: no row's result depends on the rows beside it. group: the ranks that share the
-    model, of which the module is one's part. EngineFault for a module that the decoder would not
-    compute exactly.
+    The module's parameters become views of the fused ones, so no weight is stored twice. batch_invariant: no
+    row's result depends on the other rows of a step. group: the ranks among which the model is divided; None
+    for a whole module. Raises EngineFault if the decoder cannot compute the module exactly.
     """
     config = module.config.get_text_config(decoder=True)
     recipe = recipe_of(config.model_type)
@@ -145,11 +151,11 @@ def fuse(
 
 
 class FusedDecoder:
-    """Mutates nothing but the pool.
+    """The forward of a whole model. A run changes only pools of keys, values and states.
 
-    sources: of the angles, by `Layer.rotary`. most_angles: positions whose angles are kept on a GPU.
-    tiled: the batch-invariant matrix product, one for all of them; None for the fastest one. ranks: that
-    share the model.
+    sources: rotary angles, indexed by `Layer.rotary`. most_angles: number of positions whose angles a GPU
+    keeps. tiled: the batch-invariant matrix product, None for the fastest one. ranks: the ranks among which
+    the model is divided.
     """
 
     def __init__(
@@ -174,7 +180,7 @@ class FusedDecoder:
         self._kept = tuple(self._table(source, most_angles) for source in self._sources)
 
     def _table(self, source: AngleSource, most: int) -> Turns | None:
-        """Angles of all positions, on a GPU, where a position's do not depend on other tokens."""
+        """Returns the angles of all positions on a GPU; None on a CPU or if they depend on other tokens."""
         if self.model.embedding.device.type == "cpu" or not source.is_fixed:
             return None
         places = torch.arange(most, device=self.model.embedding.device)
@@ -194,10 +200,11 @@ class FusedDecoder:
         return None
 
     def score(self, hidden: Tensor) -> Tensor:
+        """Implements `Forward.score`: hidden [n, hidden_size] -> logits [n, vocab_size]."""
         return self._gathered(self.model.head(hidden))
 
     def finish(self, logits: Tensor) -> Tensor:
-        """Scale and cap logits [n, vocab_size]."""
+        """Scales and caps logits [n, vocab_size]."""
         model = self.model
         if model.logits_scale != 1.0:
             logits = logits * model.logits_scale
@@ -209,7 +216,7 @@ class FusedDecoder:
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
+        """Returns logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
         return self.run_by(self._products, input_ids, call, logits_index, layers)
 
     def run_by(
@@ -220,7 +227,7 @@ class FusedDecoder:
         logits_index: Tensor,
         layers: Sequence[int],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`run`, with the products of `products`."""
+        """Implements `run` with the given products. input_ids: [T] int64; logits_index: [n] int64."""
         kernels, model, step = self.kernels, self.model, call.step
         residual = self.embed(input_ids)
         turns = self.turns(step)
@@ -294,9 +301,10 @@ class FusedDecoder:
         is_summed: bool = False,
         reader: Linear | None = None,
     ) -> tuple[Rows, Tensor]:
-        """`Kernels.add_norm` of the sum of all ranks' x [T, width]; is_summed: x is the sum already.
+        """Sums x [T, width] over ranks, unless is_summed, and returns `Kernels.add_norm` of the sum.
 
-        reader: the only product that reads the normalised rows, which are rounded if it multiplies such rows.
+        reader: the only product that reads the normalised rows; they are rounded if it multiplies rounded
+        rows.
         """
         if self._ranks is not None and not is_summed:
             plain = before is None and factor == 1.0 and norm is not None
@@ -313,17 +321,17 @@ class FusedDecoder:
         )
 
     def _gathered(self, logits: Tensor) -> Tensor:
-        """Logits [n, this rank's rows of the head] of all ranks: [n, vocab_size]."""
+        """Joins logits [n, rows of this rank's part of the head] of all ranks into [n, vocab_size]."""
         if self._ranks is None:
             return logits
         return gather_logits(self._ranks.group, logits, self._ranks.vocab_size)
 
     def _sum(self, x: Tensor) -> Tensor:
-        """Add all ranks' partial sums x [..]."""
+        """Sums x [..] over all ranks."""
         return x if self._ranks is None else self._ranks.group.sum(x)
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, hidden_size], which the caller may change."""
+        """Returns embeddings [T, hidden_size], scaled, of token ids [T] int64. The caller may change them."""
         table, dtype = self.model.table, self.model.embedding.dtype
         if table is None:
             found = F.embedding(input_ids, self.model.embedding)
@@ -332,7 +340,10 @@ class FusedDecoder:
         return found if self.model.embed_scale == 1.0 else found * self.model.embed_scale
 
     def feed_forward(self, x: Rows, layer: Dense | Experts, products: Products) -> Tensor:
-        """x [n, hidden_size], normalised -> [n, hidden_size]. Does not change x."""
+        """Applies a feed-forward layer to normalised rows x [n, hidden_size].
+
+        Returns a new [n, hidden_size].
+        """
         if isinstance(layer, Dense):
             return self._dense(x, layer, products)
         assert isinstance(x, Tensor)
@@ -346,7 +357,7 @@ class FusedDecoder:
         return found + beside
 
     def _logits_of(self, x: Tensor, layer: Experts) -> Tensor:
-        """The router's logits [n, num_experts] of x [n, hidden_size]; float32 if it computes them so."""
+        """Returns the router's logits [n, num_experts] of x [n, hidden_size]; float32 with `Routing.wide`."""
         weight, bias = layer.router
         if not layer.routing.wide:
             return self._multiply(x.to(weight.dtype), weight, bias)
@@ -365,10 +376,11 @@ class FusedDecoder:
         return products.plain(x, layer.down)
 
     def turns(self, step: Step, like: Tensor | None = None) -> tuple[Turns, ...]:
-        """Every kind of angles for the tokens of a step: of all positions where they are kept.
+        """Returns the rotary angles of a step's tokens, one entry for each kind of angles in the model.
 
-        like: a tensor [..] of their dtype; None for that of embeddings. Layers of latents take the tokens'
-        own, so these are picked once for all of them.
+        An entry holds all positions if they are kept, except in models with latent layers: these need the
+        angles of the step's tokens, which are then picked once for all layers. like [..]: has the angles'
+        dtype; None for the dtype of embeddings.
         """
         found = []
         like = self.model.embedding if like is None else like
@@ -383,9 +395,9 @@ class FusedDecoder:
         return tuple(found)
 
     def enter(self, index: int, qkv: Tensor, turns: Sequence[Turns], call: StepCall) -> Tensor:
-        """Split qkv [T, (Hq + 2 Hkv) * head_dim]: write keys and values, return rotated queries.
+        """Splits qkv [T, (Hq + 2 Hkv) * head_dim], writes keys and values, and returns rotated queries.
 
-        A gated layer's have Hq heads more. Returns [T, num_q_heads, head_dim].
+        qkv of a gated layer has Hq heads more, its gates. Returns [T, num_q_heads, head_dim].
         """
         layer, step = self.model.layers[index], call.step_of(index)
         assert isinstance(layer, Layer)
@@ -432,7 +444,10 @@ class FusedDecoder:
         turns: Sequence[Turns],
         call: StepCall,
     ) -> Tensor:
-        """Write rows of x [T, hidden_size], and return rotated queries [T, num_q_heads, nope + R]."""
+        """Writes the latent rows of x [T, hidden_size].
+
+        Returns rotated queries [T, num_q_heads, nope + R].
+        """
         step = call.step_of(index)
         cos, sin = turns[layer.rotary].of(step)
         q, row = latent.enter(x, layer, cos, sin, self.kernels, products.plain)
@@ -440,7 +455,7 @@ class FusedDecoder:
         return _scaled(q, layer.position_scale, step)
 
     def attend(self, index: int, q: Tensor, call: StepCall, step: Step) -> Tensor:
-        """[len(q), num_q_heads * head_dim]."""
+        """Attends over the layer's stored rows: q [n, Hq, width] -> [n, columns of `output`]."""
         backend, cache, layer = call.backends[index], call.pool[index], self.model.layers[index]
         step = step.of(call.pool.group_of(index))
         if isinstance(layer, LatentLayer):
@@ -450,32 +465,38 @@ class FusedDecoder:
 
 
 def _reader(part: Layer | LatentLayer | MixerLayer | Dense | Experts) -> Linear | None:
-    """The product that alone reads the normalised rows before this part; None if others read them too."""
+    """Returns the product that reads the normalised rows before this part.
+
+    None unless it is their only reader.
+    """
     if isinstance(part, Layer):
         return part.qkv
     return part.up if isinstance(part, Dense) else None
 
 
 def gates_of(qkv: Tensor, layer: Layer) -> Tensor | None:
-    """Gates [T, Hq, head_dim] of a layer that has some: a view."""
+    """Returns a view of the gates [T, Hq, head_dim] in qkv [T, 2 (Hq + Hkv) * head_dim].
+
+    None without gates.
+    """
     return _with_gates(qkv, layer)[:, :, 1] if layer.gated else None
 
 
 def without_gates(qkv: Tensor, layer: Layer) -> Tensor:
-    """q, k and v [T, (Hq + 2 Hkv) * head_dim] of a gated layer."""
+    """Copies q, k, v [T, (Hq + 2 Hkv) * head_dim] out of a gated layer's qkv [T, 2 (Hq + Hkv) * head_dim]."""
     q = _with_gates(qkv, layer)[:, :, 0]
     kv = qkv[:, 2 * layer.num_q_heads * layer.head_dim :].view(len(qkv), -1, layer.head_dim)
     return torch.cat([q, kv], 1).flatten(1)
 
 
 def _with_gates(qkv: Tensor, layer: Layer) -> Tensor:
-    """Queries and gates as a view [T, Hq, 2, head_dim]."""
+    """Returns queries and gates as a view [T, Hq, 2, head_dim]."""
     heads, dim = layer.num_q_heads, layer.head_dim
     return qkv[:, : 2 * heads * dim].view(-1, heads, 2, dim)
 
 
 def _scaled(q: Tensor, scale: tuple[float, float] | None, step: Step) -> Tensor:
-    """Queries [T, heads, head_dim] times what grows with their positions; see `Layer`."""
+    """Returns queries [T, heads, head_dim] scaled by the logarithm of their positions; see `Layer`."""
     if scale is None:
         return q
     beta, length = scale
@@ -485,7 +506,7 @@ def _scaled(q: Tensor, scale: tuple[float, float] | None, step: Step) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The ranks that share a model with `vocab_size` tokens."""
+    """The ranks among which a model is divided, and the number of tokens in its vocabulary."""
 
     group: Group
     vocab_size: int
@@ -497,7 +518,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """cos, sin: [.., R / 2], of every position, or of a step's tokens."""
+    """Rotary angles. cos, sin: [.., R / 2], of every position if by_position, else of a step's tokens."""
 
     cos: Tensor
     sin: Tensor
@@ -505,11 +526,11 @@ class Turns:
 
     @staticmethod
     def none(like: Tensor) -> Turns:
-        """Angles of no number of a head."""
+        """Returns angles that rotate nothing (R = 0), with the dtype and device of like [..]."""
         return Turns(like.new_empty(1, 0), like.new_empty(1, 0), by_position=False)
 
     def of(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of a step's tokens."""
+        """Returns cos and sin [T, R / 2] of a step's tokens."""
         if not self.by_position:
             return self.cos, self.sin
         return self.cos[step.positions], self.sin[step.positions]
@@ -517,7 +538,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class AngleSource:
-    """A module of rotary embeddings, with the arguments that choose its angles."""
+    """A transformers module of rotary embeddings, with the arguments that choose its angles."""
 
     rotary: Any
     arguments: tuple[Any, ...]
@@ -530,12 +551,15 @@ class AngleSource:
 
     @property
     def _has_sections(self) -> bool:
-        """Whether positions have three parts; transformers 5.17 takes no others there."""
+        """Whether the module takes positions in three sections; transformers 5.17 then requires all three."""
         said = getattr(self.rotary.config, "rope_parameters", None) or {}
         return hasattr(self.rotary, "mrope_section") or "mrope_section" in said
 
     def angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, R / 2] in the dtype of x, contiguous: transformers' own. positions: [T]."""
+        """Returns transformers' cos and sin for positions [T], contiguous [T, R / 2] in x's dtype.
+
+        X: [..].
+        """
         at = positions[None]
         if self.layout is Angles.COMPLEX:
             turns = self.rotary(x[None], at, *self.arguments)[0]
@@ -543,12 +567,12 @@ class AngleSource:
         if self._has_sections:
             at = at.expand(3, *at.shape)
         cos, sin = self.rotary(x[None], at, *self.arguments)
-        # Rotary positions of images have three parts, which are equal for text.
+        # Positions of images have three sections, which are equal for text.
         cos, sin = (part.reshape(-1, *part.shape[-2:])[0] for part in (cos, sin))
         return self._once(cos), self._once(sin)
 
     def _once(self, table: Tensor) -> Tensor:
-        if self.layout is Angles.ONCE:  # a transposed product in some versions of transformers
+        if self.layout is Angles.ONCE:  # some versions of transformers return a transposed tensor
             return table.contiguous()
         if self.layout is Angles.NEIGHBOURS:
             return table[:, ::2].contiguous()
@@ -556,12 +580,12 @@ class AngleSource:
 
 
 def frequencies(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, head_dim / 2]: transformers' own, whose second half repeats the first."""
+    """Returns transformers' cos and sin for positions [T], without the repeated half: [T, head_dim / 2]."""
     return AngleSource(rotary, (), Angles.TWICE).angles(x, positions)
 
 
 def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
-    """Return kernels for weight [..]: Triton's on a GPU, plain torch elsewhere and for float64."""
+    """Returns kernels for weight [..]: Triton's on a GPU, plain torch elsewhere and for float64."""
     if weight.device.type == "cuda" and weight.dtype is not torch.float64:
         from kvant.models.fused.triton_kernels import TritonKernels
 
@@ -570,9 +594,9 @@ def kernels_for(weight: Tensor, *, batch_invariant: bool = False) -> Kernels:
 
 
 def experts_for(weight: Tensor, tiled: TiledLinear | None = None) -> ExpertKernels:
-    """Triton's for weights [..] on a GPU, plain torch elsewhere and for float64.
+    """Returns expert kernels for weight [..]: Triton's on a GPU, plain torch elsewhere and for float64.
 
-    tiled: the batch-invariant product, for results that no other token has a part in.
+    tiled: the batch-invariant product; with it no token's result depends on other tokens. None without.
     """
     if weight.device.type == "cuda" and weight.dtype is not torch.float64:
         from kvant.models.fused.triton_experts import TritonExperts

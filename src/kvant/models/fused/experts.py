@@ -21,7 +21,7 @@ from kvant.weights.codecs import NarrowStack, decode
 
 
 class GateOrder(Enum):
-    """Where the rows of gates and ups stand in their joined weight."""
+    """The order of the rows of gates and ups in their joined weight."""
 
     HALVES = "all gates, then all ups"
     ALTERNATING = "gate 0, up 0, gate 1, up 1, .."
@@ -37,7 +37,10 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An expert of every token, weighted by the sigmoid of its gate [1, H] -> [T, 1], if it has one."""
+    """An expert that every token uses.
+
+    gate: weight [1, H]; its sigmoid [T, 1] scales the result; None for 1.
+    """
 
     dense: Dense
     gate: Linear | None = None
@@ -47,10 +50,10 @@ class Shared:
 class Experts:
     """The weights of one layer. E experts of width I in a model of width H; biases may be None.
 
-    router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H]. Both are
-    numbers, or both are narrow.
-    clamp: None for silu(gate) * up. shared: None, or what `ExpertKernels` leave to the decoder.
-    correction: [E], added to scores in the choice of experts alone.
+    router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H]. gate_up and
+    down are both unquantised, or both in narrow formats. clamp: None for silu(gate) * up.
+    shared: an expert of all tokens, which the decoder computes itself. correction: [E], added to scores when
+    experts are chosen, not to their weights.
     """
 
     routing: Routing
@@ -75,32 +78,37 @@ class ExpertKernels(Protocol):
     """Computes layers of experts on one device."""
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
-        """Return the weighted sums of the experts' results [T, H].
+        """Routes tokens and returns the weighted sums of their experts' results [T, H].
 
         x: [T, H], normalised. logits: [T, E], of the router.
         """
         ...
 
     def apply_chosen(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-        """The same for chosen experts: ids, weights [T, top_k]."""
+        """Returns the sums [T, H] for experts that are chosen already.
+
+        x: [T, H]. ids, weights: [T, top_k].
+        """
         ...
 
 
 class TorchExperts:
-    """Any device and dtype. Reads the counts of experts on the host.
+    """Plain torch for any device and dtype. Reads the number of tokens of each expert on the host.
 
-    multiply: the product of an expert's rows. apply: calls a function of single numbers. With
-    batch-invariant ones of both, no token's result depends on the others.
+    multiply: the product of an expert's rows. apply: calls an elementwise function. If both are
+    batch-invariant, no token's result depends on other tokens.
     """
 
     def __init__(self, multiply: Multiply = F.linear, apply: Apply = call_directly) -> None:
         self._multiply, self._call = multiply, apply
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+        """Implements `ExpertKernels.apply`: x [T, H], logits [T, E] -> [T, H]."""
         weights, ids = route(logits, experts.routing, experts.correction)
         return self.apply_chosen(x, ids, weights, experts)
 
     def apply_chosen(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """Implements `ExpertKernels.apply_chosen`: x [T, H], ids and weights [T, top_k] -> [T, H]."""
         top_k = experts.routing.top_k
         order = torch.argsort(ids.flatten(), stable=True)
         counts = torch.bincount(ids.flatten(), minlength=experts.routing.num_experts).tolist()
@@ -111,12 +119,12 @@ class TorchExperts:
                 pairs = order[start : start + count]
                 results[pairs] = self._one_expert(x[pairs // top_k], experts, expert)
                 start += count
-        # transformers' grouped products round in the same places.
+        # transformers' grouped products round at this point too.
         weighted = results.view(*ids.shape, x.shape[1]) * weights[..., None]
         return reduce(torch.add, weighted.unbind(1)).to(x.dtype)
 
     def _one_expert(self, x: Tensor, experts: Experts, expert: int) -> Tensor:
-        """x: [n, H] -> [n, H]."""
+        """Runs one expert: x [n, H] -> [n, H]."""
         gate_up = self._multiply(x, *_of(experts.gate_up, expert, x.dtype))
         x = activate_experts(gate_up, experts, self._call)
         return self._multiply(x, *_of(experts.down, expert, x.dtype))
@@ -125,7 +133,7 @@ class TorchExperts:
 def _of(
     product: tuple[Tensor | NarrowStack, Tensor | None], expert: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """One expert's weight as numbers, and its bias."""
+    """Returns one expert's unquantised weight, and its bias."""
     weight, bias = product
     if bias is not None:
         bias = bias[expert]
@@ -135,7 +143,7 @@ def _of(
 
 
 def activate_experts(gate_up: Tensor, experts: Experts, call: Apply = call_directly) -> Tensor:
-    """[n, 2 I] -> [n, I]."""
+    """Returns activation(gate) * up, [n, I], of gate_up [n, 2 I]."""
     if experts.order is GateOrder.HALVES:
         gate, up = gate_up.chunk(2, dim=-1)
     else:

@@ -1,4 +1,4 @@
-"""Triton kernels for layers of experts. None of them waits for the host, so that graphs record them.
+"""Triton kernels for layers of experts. CUDA graphs can record them: none waits for the host.
 
 A pair is one token with one of its experts; pair p belongs to token p // TOP_K. Every kernel may be
 launched while the kernel before it still runs (AHEAD); it waits for that kernel before it reads.
@@ -18,7 +18,7 @@ from kvant.weights.triton.kernels import PER_OUTPUT, scale_value, tile_sums
 GATED = tl.constexpr(0)  # out [pairs, I] = activation of gate and up of x [T, H]
 DOWN = tl.constexpr(1)  # out [pairs, H] = (product of x [pairs, I]) * weight of the pair
 
-NUMBERS = tl.constexpr(-1)  # in the place of a code: weights are numbers
+NUMBERS = tl.constexpr(-1)  # in place of a code: weights are unquantised
 
 HALVES = tl.constexpr(0)  # rows of gate_up: all gates, then all ups
 ALTERNATING = tl.constexpr(1)  # rows of gate_up: gate 0, up 0, gate 1, ..
@@ -33,19 +33,19 @@ def _begin(AHEAD: tl.constexpr):
 
 @triton.jit
 def _gate_row(m, WIDTH: tl.constexpr, ORDER: tl.constexpr):
-    """The row of gate m."""
+    """Returns the row of gate m in gate_up."""
     return m if ORDER == HALVES else 2 * m
 
 
 @triton.jit
 def _up_row(m, WIDTH: tl.constexpr, ORDER: tl.constexpr):
-    """The row of up m."""
+    """Returns the row of up m in gate_up."""
     return WIDTH + m if ORDER == HALVES else 2 * m + 1
 
 
 @triton.jit
 def _activated(gate, up, limit, alpha, CLAMP: tl.constexpr, dtype: tl.constexpr):
-    """Activate float32 sums; rounds where transformers' modules round. NaN stays NaN."""
+    """Activates float32 sums; rounds where transformers' modules round. NaN stays NaN."""
     gate = gate.to(dtype).to(tl.float32)
     up = up.to(dtype).to(tl.float32)
     if CLAMP:
@@ -63,11 +63,11 @@ def route(
     SOFTMAX_FIRST: tl.constexpr, RENORMALISE: tl.constexpr, ROUNDED: tl.constexpr,
     WIDTH: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: one token. The lowest id wins among equal logits.
+    """Program: chooses the experts of one token. The lowest id wins among equal logits.
 
-    logits: [T, E]. ids: int32 [T, TOP_K]; weights: float32 [T, TOP_K].
-    factor: of weights, with SOFTMAX_FIRST.
-    NORM: normed [T, WIDTH] is residual, normalised. A NaN among the logits makes the weights NaN.
+    logits: [T, E]. ids: int32 [T, TOP_K]; weights: float32 [T, TOP_K]. factor: multiplies weights, with
+    SOFTMAX_FIRST. NORM: normed [T, WIDTH] gets the RMS norm of residual [T, WIDTH]. A NaN among the logits
+    makes the weights NaN.
     """
     _begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
@@ -77,7 +77,7 @@ def route(
     score = raw.to(tl.float32)
     high = tl.max(tl.where(valid, score, float("-inf")), 0)
     total = tl.sum(tl.where(valid, tl.exp(score - high), 0.0), 0)
-    # One integer orders by score, then by the lowest id: bits of a float, turned around if negative.
+    # One integer orders by score, then by the lowest id: a float's bits, inverted if it is negative.
     bits = (tl.where(score == score, score, float("-inf")) + 0.0).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     lowest: tl.constexpr = -(2**63)
@@ -121,7 +121,7 @@ def route(
 def list_pairs(
     ids, lists, counts, pairs, most, CHUNK: tl.constexpr, AHEAD: tl.constexpr
 ):  # fmt: skip
-    """Program: one expert. lists: int32 [E, most], its pairs in order. counts: int32 [E]."""
+    """Program: lists the pairs of one expert in order. lists: int32 [E, most]. counts: int32 [E]."""
     _begin(AHEAD)
     expert = tl.program_id(0)
     i = tl.arange(0, CHUNK)
@@ -141,7 +141,7 @@ def count_pairs(
     ids, partial, pairs,
     E_PAD: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: one chunk of pairs. partial: int32 [chunks, E_PAD], pairs of every expert in it."""
+    """Program: counts the pairs of each expert in one chunk of pairs. partial: int32 [chunks, E_PAD]."""
     _begin(AHEAD)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -156,10 +156,10 @@ def sum_counts(
     partial, places, ends, chunks,
     E: tl.constexpr, E_PAD: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program. partial, places: int32 [chunks, E_PAD].
+    """One program: turns counts into places. partial, places: int32 [chunks, E_PAD].
 
-    places: the place of a chunk's first pair of an expert among all pairs by expert. ends: int32 [E],
-    where the pairs of an expert end.
+    places: where a chunk's first pair of each expert goes in the list of all pairs by expert. ends: int32
+    [E], the end of each expert's pairs in that list.
     """
     _begin(AHEAD)
     e = tl.arange(0, E_PAD)
@@ -186,7 +186,7 @@ def place_pairs(
     ids, places, order, pairs,
     E_PAD: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: one chunk of pairs. order: int32 [pairs], all pairs by expert; pairs of one in order."""
+    """Program: writes one chunk of pairs to order, int32 [pairs]: by expert, then ascending."""
     _begin(AHEAD)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -205,7 +205,7 @@ def one_gate_up(
     BLOCK: tl.constexpr, ORDER: tl.constexpr, BIAS: tl.constexpr, CLAMP: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: ROWS gates and their ups of one pair. x: [T, COLUMNS]; out: [pairs, WIDTH]."""
+    """Program: computes ROWS activated outputs of one pair. x: [T, COLUMNS]; out: [pairs, WIDTH]."""
     dtype: tl.constexpr = weight.dtype.element_ty
     _begin(AHEAD)
     pair = tl.program_id(1).to(tl.int64)
@@ -247,9 +247,9 @@ def one_down(
     TOP_K: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: ROWS columns of one token's result, over all its experts in their order.
+    """Program: sums ROWS columns of one token's result over its experts, in their order.
 
-    x: [pairs, WIDTH]. residual: [T, N], added to the rounded sum with ADD. out: [T, N].
+    x: [pairs, WIDTH]. ADD: residual [T, N] is added to the rounded sum. out: [T, N].
     """
     dtype: tl.constexpr = out.dtype.element_ty
     _begin(AHEAD)
@@ -291,12 +291,12 @@ def few(
     CODE: tl.constexpr, SHARE: tl.constexpr, SCALE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (stripe of ROWS rows of a weight, expert): all pairs of the expert, PAIRS at a time.
+    """Program (stripe of ROWS rows of a weight, expert): multiplies all pairs of the expert, PAIRS at a time.
 
-    weight: [E, N, COLUMNS], or with a CODE the codes of a stack; scales, zeros, SCALE_N, .. ZEROS: as in
+    weight: [E, N, COLUMNS] for NUMBERS, else the codes of a stack; scales, zeros, SCALE_N, .. ZEROS: as in
     `kvant.weights.triton.kernels.product`. lists: int32 [E, most]; counts: int32 [E]. SORTED: lists holds
-    all pairs by expert, and counts says where an expert's end. GATED: ROWS // 2 gates and their ups,
-    x [T, COLUMNS]. DOWN: x [pairs, COLUMNS].
+    all pairs by expert, and counts the end of each expert's pairs. GATED: the stripe has ROWS // 2 gates and
+    their ups, and x is [T, COLUMNS]. DOWN: x is [pairs, COLUMNS].
     """
     dtype: tl.constexpr = x.dtype.element_ty
     _begin(AHEAD)
@@ -370,8 +370,8 @@ def many(
 ):  # fmt: skip
     """Program: PAIRS pairs of one expert times ROWS rows of its weight (GATED: ROWS gates and ROWS ups).
 
-    order: int32 [pairs], by expert; ends: int32 [E]. The grid has a program for the most blocks that
-    the experts may have; programs behind the last block return.
+    order: int32 [pairs], by expert; ends: int32 [E]. The grid is sized for the largest number of blocks that
+    any choice of experts needs; programs without a block return.
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     _begin(AHEAD)
@@ -447,9 +447,10 @@ def combine(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, STREAM: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: the sum of one token's weighted results [TOP_K, WIDTH], in their order.
+    """Program: sums one token's weighted results [TOP_K, WIDTH] in the order of its experts.
 
-    STREAM: out is residual plus the sum; weighted: out times norm_weight; squares [1, 64]: of out.
+    STREAM: out is residual plus the sum; weighted is out * norm_weight; squares [1, 64]: sums of squares of
+    out.
     """
     dtype: tl.constexpr = out.dtype.element_ty
     _begin(AHEAD)

@@ -13,19 +13,19 @@ from kvant.models.fused.linear import Linear
 from kvant.models.fused.recipe import Activation
 
 Apply = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Calls a function of single numbers for x [..]."""
+"""Calls an elementwise function on x [..]."""
 
 
 def call_directly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) for x [..]."""
+    """Returns function(x) for x [..]."""
     return function(x)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A feed-forward layer. up: rows of gates, then of ups; with gated False, ups alone.
+    """A dense feed-forward layer. up: rows of gates, then of ups; only ups if gated is False.
 
-    activation: a function of x [..] where it has weights of its own.
+    activation: a callable on x [..] if the activation has its own weights.
     """
 
     up: Linear
@@ -35,7 +35,7 @@ class Dense:
 
 
 def activate(x: Tensor, activation: Activation, call: Apply = call_directly) -> Tensor:
-    """Apply an activation to x [..]; rounds where transformers' functions round."""
+    """Applies an activation to x [..]; rounds where transformers' functions round."""
     return call(_FUNCTIONS[activation], x)
 
 

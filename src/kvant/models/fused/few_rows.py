@@ -1,8 +1,8 @@
-"""Steps of few tokens on an NVIDIA GPU: four products per layer, with only attention between them.
+"""Steps of few tokens on an NVIDIA GPU: four matrix products per layer, with only attention between them.
 
-See `few_rows_kernels`. bfloat16 only: values that are multiplied with a norm's weight before they are
-normalised could overflow in float16. The norm's scale is applied to float32 sums, where transformers
-rounds the normalised row to bfloat16 first.
+See `few_rows_kernels`. bfloat16 only: rows are multiplied by a norm's weight before they are normalised,
+which could overflow float16. The norm's scale is applied to float32 sums, while transformers rounds the
+normalised row to bfloat16 first.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from kvant.models.fused.recipe import Activation
 from kvant.models.fused.triton_kernels import ACTIVATIONS
 
 _DEPTH, _DEEP = 128, 256
-"""Columns of a weight's tile; the second where a multiprocessor has one program alone."""
+"""Columns of a weight's tile: usual, and if a multiprocessor runs one program only."""
 
 _MOST_BESIDE = 4
-"""The most programs of a multiprocessor that all run at once; with more of them, three do."""
+"""Maximum number of programs that run on a multiprocessor at once; if there are more, three run."""
 
 _SPLIT_IF_FEWER = 8
-"""A product's stripes are split if even this many times their number would not fill the device."""
+"""A product's columns are split if this many times its stripes would not fill the device."""
 
 
 class Cut(NamedTuple):
-    """split: parts of a stripe's columns. stages: tiles in flight. depth: columns of a tile."""
+    """How a product is cut.
+
+    split: parts of a stripe's columns. stages: tiles in flight. depth: columns of a tile.
+    """
 
     split: int
     stages: int
@@ -40,10 +43,10 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The state between layers: the residual sum [T, width], and the inputs of its norm.
+    """The state between layers: the residual sum [T, width], and the inputs of the next norm.
 
-    weighted: [T, width], times the next norm's weight. squares: [stripes, 64] float32 sums. For a
-    single token both are None: the kernel that reads the sum computes them.
+    norm_weight: [width]. weighted: [T, width], residual * norm_weight. squares: float32 [stripes, 64], sums
+    of squares. Both are None for a single token: the kernel that reads the sum computes them.
     """
 
     residual: Tensor
@@ -53,20 +56,20 @@ class Stream:
 
 
 class FewRows:
-    """The products of up to `MOST_TOKENS` tokens. Owns the memory that programs of a stripe share.
+    """Products for up to `MOST_TOKENS` tokens. Owns scratch memory, so one step runs at a time.
 
-    Steps run one at a time.
+    Programs that share a stripe exchange partial sums in that memory.
     """
 
     most_tokens = MOST_TOKENS
 
     def __init__(self, device: torch.device, eps: float, *, one: bool = False) -> None:
-        """one: norms multiply with 1 + weight."""
+        """one: norms multiply by 1 + weight."""
         self._eps, self._one = eps, int(one)
         self._shared_bytes = shared_memory_of_a_program(device)
         self._processors = multiprocessors(device)
         self._ahead = launches_ahead(device)
-        # Allocated at their final size: recorded steps keep their addresses.
+        # Allocated at their final size: CUDA graphs keep their addresses.
         stripes = self._processors
         self._arrived = torch.zeros(stripes, dtype=torch.int32, device=device)
         room = stripes * MOST_SPLIT * ROWS * MOST_TOKENS
@@ -74,12 +77,15 @@ class FewRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the memory that it owns."""
+        """Bytes of the scratch memory."""
         owned = (self._arrived, self._partial)
         return sum(part.numel() * part.element_size() for part in owned)
 
     def embed(self, ids: Tensor, embedding: Tensor, norm_weight: Tensor) -> Stream:
-        """ids: [T] int64. embedding: [vocab_size, width]."""
+        """Returns the stream of embeddings.
+
+        ids: [T] int64. embedding: [vocab_size, width]. norm_weight: [width].
+        """
         tokens, width = ids.shape[0], embedding.shape[1]
         if tokens == 1:
             return Stream(embedding.index_select(0, ids), norm_weight)
@@ -87,7 +93,10 @@ class FewRows:
         return self._weigh(residual, norm_weight, ids, embedding)
 
     def weigh(self, residual: Tensor, norm_weight: Tensor) -> Stream:
-        """The stream of a residual sum [T, width] that is complete."""
+        """Returns the stream of a complete residual sum [T, width].
+
+        norm_weight: [width], of the next norm.
+        """
         if residual.shape[0] == 1:
             return Stream(residual, norm_weight)
         return self._weigh(residual, norm_weight, None, None)
@@ -116,10 +125,11 @@ class FewRows:
         picked: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The product of the normalised sum. gate: of gates and ups, as gate(gates) * ups.
+        """Returns the product [n, rows] of the normalised residual sum. weight: [rows, width]; bias: [rows].
 
-        picked: [n] int64, the rows that are wanted, up to `MOST_TOKENS`. dtype: of what is returned
-        (the values are rounded to bfloat16).
+        gate: activation of gates and ups; the result is then gate(gates) * ups, [n, rows / 2]. picked: [n]
+        int64, the wanted rows, up to `MOST_TOKENS`; None for all. dtype: of the result, whose values are
+        bfloat16 numbers.
         """
         tokens = stream.residual.shape[0] if picked is None else picked.shape[0]
         rows = weight.shape[0]
@@ -139,7 +149,7 @@ class FewRows:
         gate: Activation | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The product of x [T, in] as it is. gate, dtype: as in `normed`."""
+        """Returns the product of x [T, in], already normalised. weight, bias, gate, dtype: as in `normed`."""
         x = x.contiguous()
         tokens, (rows, columns) = x.shape[0], weight.shape
         out = weight.new_empty(tokens, rows // 2 if gate else rows, dtype=dtype)
@@ -169,7 +179,10 @@ class FewRows:
     def added(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, stream: Stream, norm_weight: Tensor
     ) -> Stream:
-        """The product of x [T, in] added to the sum, with what the norm behind it needs."""
+        """Adds the product of x [T, in] to the stream; returns it with the inputs of the next norm.
+
+        weight: [width, in]. bias: [width] or None. norm_weight: [width].
+        """
         residual = torch.empty_like(stream.residual)
         if stream.weighted is None:
             after = Stream(residual, norm_weight)
@@ -239,9 +252,9 @@ class FewRows:
         )  # fmt: skip
 
     def _cut(self, kind: int, tokens: int, weight: Tensor, *, ready: bool = False) -> Cut:
-        """Stripes that fill the device, and as many tiles in flight as its shared memory takes.
+        """Returns the cut whose stripes fill the device, with as many tiles in flight as shared memory holds.
 
-        If stripes are more than multiprocessors, up to four run side by side on each, where all can run
+        With more stripes than multiprocessors, up to four programs share a multiprocessor if all can run
         at once. Measured on an H200 with 32 rows: 480 stripes of 3840 columns took 58 us with four programs
         and two tiles in flight each, 63 with three and three; 128 stripes 17.8 us with tiles of 256 columns,
         18.6 with 128. With 64 rows the 480 stripes took 62 us with three tiles in flight, 83 with two.
@@ -269,5 +282,5 @@ class FewRows:
 
 
 def _padded(tokens: int) -> int:
-    """Tokens of a tile: what a matrix instruction takes."""
+    """Returns the number of tokens in a tile: `tokens` rounded up to a size of matrix instructions."""
     return max(16, int(triton.next_power_of_2(tokens)))

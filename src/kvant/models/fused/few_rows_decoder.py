@@ -1,4 +1,4 @@
-"""The fused forward with products of its own for steps of few tokens, in bfloat16 on an NVIDIA GPU."""
+"""The fused forward with its own matrix products for steps of few tokens, in bfloat16 on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ from kvant.weights.rounding import Rows
 def make(
     module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice, group: Group | None = None
 ) -> FewRowsDecoder:
-    """Build the forward of a loaded module. EngineFault if the module does not match the plan.
+    """Builds the forward of a loaded module. Raises EngineFault if the module does not match the plan.
 
-    group: the ranks that share the model, whose sums lie between products and norms.
+    group: the ranks among which the model is divided; its sums then lie between products and norms. None for
+    a whole module.
     """
     assert not choice.batch_invariant, "the plan refuses it"
     return FewRowsDecoder(fuse(module, plan, group=group), folds=group is None)
 
 
 class FewRowsDecoder:
-    """Steps of up to `FewRows.most_tokens` tokens by products of its own; others as `FusedDecoder`.
+    """Runs steps of up to `FewRows.most_tokens` tokens with its own products; larger ones as `FusedDecoder`.
 
-    Where every norm's scale may be applied behind a product, a layer has four launches beside
-    attention (`_run_folded`); else, or without `folds`, norms are launches of their own, between the
-    same products.
+    If every norm's scale can be applied after a product, a layer has four launches beside attention
+    (`_run_folded`). Otherwise, or if `folds` is false, norms are separate launches between the same products.
     """
 
     def __init__(self, fused: FusedDecoder, *, folds: bool = True) -> None:
@@ -75,7 +75,7 @@ class FewRowsDecoder:
                 self._begin(layer, one=one)
 
     def _begin(self, layer: Layer, *, one: bool) -> None:
-        """Compile kernels of narrow weights in other threads."""
+        """Starts compiling the kernels of narrow weights in other threads."""
         normed = Kind(one=True, norm=True, plus=one) if self._folds_one else None
         added = Kind(one=True, added=True) if self._folds_one else None
         _begin(layer.qkv, normed)
@@ -99,12 +99,16 @@ class FewRowsDecoder:
         return None
 
     def score(self, hidden: Tensor) -> Tensor:
+        """Implements `Forward.score`: hidden [n, hidden_size] -> logits [n, vocab_size]."""
         return self._fused.score(hidden)
 
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
+        """Implements `Forward.run`: logits [len(logits_index), vocab_size].
+
+        Outputs of `layers`, [T, hidden_size].
+        """
         if not len(logits_index) <= len(input_ids) <= self._few.most_tokens:
             return self._fused.run(input_ids, call, logits_index, layers)
         if self._folds or (self._folds_one and len(input_ids) == 1):
@@ -114,7 +118,7 @@ class FewRowsDecoder:
     def _run_folded(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """One step in which the products do what lies between them; logits in float32."""
+        """Implements `run` with products that include the norms, sums and activations around them."""
         few, fused, model, one = self._few, self._fused, self._fused.model, self._one
         turns = fused.turns(call.step)
         norms = [*(weight_of(layer.attn_in) for layer in model.layers[1:]), weight_of(model.norm)]
@@ -150,7 +154,7 @@ class FewRowsDecoder:
         return fused.finish(logits), tuple(taps[index] for index in layers)
 
     def _feed_forward(self, layer: Dense | Experts, stream: Stream, norm: Tensor) -> Stream:
-        """Add a feed-forward layer to the stream. norm: of what comes behind it."""
+        """Adds a feed-forward layer to the stream. norm: weight [width] of the next norm."""
         few = self._few
         if isinstance(layer, Dense):
             assert isinstance(layer.activation, Activation)
@@ -170,13 +174,13 @@ class FewRowsDecoder:
 
 
 class OneRow:
-    """Products between norms and sums: of numbers by `FewRows`, of narrow weights, for one row, by CUDA."""
+    """Folded products: by `FewRows` for unquantised weights; by CUDA for one row and narrow weights."""
 
     def __init__(self, few: FewRows, eps: float, *, one: bool) -> None:
         self._few, self._eps, self._plus = few, eps, one
 
     def normed(self, stream: Stream, linear: Linear, gate: Activation | None = None) -> Tensor:
-        """`FewRows.normed`."""
+        """Implements `FewRows.normed` for any weight: returns [T, rows], or [T, rows / 2] with a gate."""
         if isinstance(linear, Apart):
             return self._beside_each_other(stream, linear)
         if not isinstance(linear, NarrowProduct):
@@ -192,7 +196,7 @@ class OneRow:
         return _one_row(stream.residual, linear, kind, beside)
 
     def _beside_each_other(self, stream: Stream, linear: Apart) -> Tensor:
-        """Products of one row by weights of different formats, each into its columns of the result."""
+        """Multiplies one row by weights of different formats; each fills its columns of the result."""
         out = stream.residual.new_empty(1, linear.rows)
         kind = Kind(one=True, norm=True, plus=self._plus)
         beside = Beside(norm_weight=stream.norm_weight, eps=self._eps)
@@ -204,7 +208,10 @@ class OneRow:
         return out
 
     def added(self, x: Tensor, linear: Linear, stream: Stream, norm_weight: Tensor) -> Stream:
-        """`FewRows.added`."""
+        """Implements `FewRows.added` for any weight.
+
+        x: [T, columns]. norm_weight: [width], of the next norm.
+        """
         if not isinstance(linear, NarrowProduct):
             return self._few.added(x, *numbers(linear), stream, norm_weight)
         kind, beside = Kind(one=True, added=True), Beside(residual=stream.residual)
@@ -212,7 +219,7 @@ class OneRow:
 
 
 def _begin(linear: Linear, one: Kind | None, act: Act | None = None) -> None:
-    """Compile kernels of a narrow weight. one: what surrounds the product of a single row."""
+    """Starts compiling a narrow weight's kernels. one: operations folded into the product of a single row."""
     if isinstance(linear, Apart):
         for part in linear.parts:
             _begin(part, one, act)
@@ -231,7 +238,7 @@ _ACTS = {Activation.SILU: Act.SILU, Activation.GELU_TANH: Act.GELU_TANH}
 
 
 def _is_own_for_one(linear: Linear) -> bool:
-    """Whether a single row is multiplied with this weight by kernels that fold norms: numbers, or CUDA's."""
+    """Whether kernels that fold norms multiply a single row by this weight, unquantised or narrow."""
     if isinstance(linear, Apart):
         narrow = all(isinstance(part, NarrowProduct) for part in linear.parts)
         return narrow and all(_is_own_for_one(part) for part in linear.parts)
@@ -242,7 +249,10 @@ def _is_own_for_one(linear: Linear) -> bool:
 
 
 class FewProducts:
-    """Products of few rows that are normalised already; any other linear layer as it computes itself."""
+    """Products of few normalised rows by unquantised weights.
+
+    Other linear layers compute theirs themselves.
+    """
 
     def __init__(self, few: FewRows, fused: FusedDecoder) -> None:
         self._few, self._kernels = few, fused.kernels
@@ -264,26 +274,27 @@ class FewProducts:
         return gate(self._kernels, apply(linear, x), activation, reader)
 
     def head(self, x: Tensor, linear: Linear) -> Tensor:
+        """Implements `Products.head`: x [T, columns] -> [T, rows]; float32 from the kernels for few rows."""
         if is_own(linear):
             return self._few.ready(x, *numbers(linear), dtype=torch.float32)
         return linear(x)
 
 
 def is_own(linear: Linear) -> bool:
-    """Whether the kernels for few rows read this weight: numbers, and rows in pairs."""
+    """Whether the kernels for few rows read this weight: unquantised, contiguous, an even number of rows."""
     if not isinstance(linear, DenseLinear):
         return False
     return linear.weight.is_contiguous() and linear.rows % 2 == 0
 
 
 def numbers(linear: Linear) -> tuple[Tensor, Tensor | None]:
-    """The weight [rows, columns] and the bias [rows] of a linear layer that `is_own`."""
+    """Returns the weight [rows, columns] and the bias [rows] of a linear layer for which `is_own` holds."""
     assert isinstance(linear, DenseLinear)
     return linear.weight, linear.bias
 
 
 def weight_of(norm: Norm | None) -> Tensor:
-    """The weight [width] of a norm that folds."""
+    """Returns the weight [width] of a norm that can be folded into products."""
     assert norm is not None
     assert norm.weight is not None
     return norm.weight
@@ -292,9 +303,9 @@ def weight_of(norm: Norm | None) -> Tensor:
 def _folds(
     layer: Layer | LatentLayer | MixerLayer, is_own: Callable[[Linear], bool], *, one: bool
 ) -> bool:
-    """Whether kernels for few rows compute a layer whose norms can be applied behind products.
+    """Whether the kernels for few rows compute this layer with its norms folded into products.
 
-    one: whether the last norm multiplies with 1 + weight, as all of them must then.
+    one: whether the last norm multiplies by 1 + weight; all norms must then do so.
     """
     forward = layer.feed_forward
     norms = [norm.kind is NormKind.RMS_ONE for norm in (layer.attn_in, layer.ffn_in) if norm]
@@ -316,6 +327,6 @@ def _folds(
 
 
 def _eps(layers: Sequence[Layer | LatentLayer | MixerLayer]) -> float:
-    """The eps of all layers' norms; NaN where they differ."""
+    """Returns the eps of all layers' norms; NaN if they differ."""
     found = {norm.eps for layer in layers for norm in (layer.attn_in, layer.ffn_in) if norm}
     return found.pop() if len(found) == 1 else float("nan")

@@ -1,4 +1,4 @@
-"""What planning knows about the forward with products of its own for few tokens. No torch."""
+"""Facts for planning about the forward with its own products for few tokens. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import extra_bytes, find_recipe, refuse_layers
 
 MOST_TOKENS = 64
-"""Tokens up to which it multiplies itself; it hands larger steps to the fused forward.
+"""Maximum number of tokens of a step for its own products; larger steps run in the fused forward.
 Also the width of a row of sums of squares in the kernels."""
 
 ROWS, MOST_SPLIT = 64, 4
-"""Rows of a weight's stripe, and parts into which the columns of a stripe are cut."""
+"""Rows in a stripe of a weight, and the maximum number of parts into which a stripe's columns are cut."""
 
 _MULTIPROCESSORS = 256
-"""At least as many as any GPU has today."""
+"""An upper bound of the multiprocessors of today's GPUs."""
 
 
 def _refuse(facts: ForwardFacts) -> str | None:

@@ -1,12 +1,12 @@
 """Matrix products of few rows, fused with the norms, sums and activations between them.
 
-A decoder layer's norm is (x * w) * s with one number s for each row, and a product is linear: so the
-product before stores x * w and sums of squares of its columns, and the product behind multiplies its
-results with s. No launch is needed for a norm, a residual sum or an activation.
+A decoder layer's norm is (x * w) * s with one number s per row, and a product is linear. So the previous
+product stores x * w and sums of squares of its columns, and the next product multiplies its results by s.
+No launch is needed for a norm, a residual sum or an activation.
 
-Weights are the first operand (rows of them fill a matrix instruction, tokens need not) and are read
-once. Where a weight has too few rows to fill the device, several programs share a stripe of it, each a
-part of the columns; the last one of them to end adds the parts up, in their order.
+Weights are the first operand, because their rows fill a matrix instruction and few tokens do not. They are
+read once. If a weight has too few rows to fill the device, several programs share a stripe of it, each with
+a part of the columns. The program that ends last adds the parts in order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kvant.models.fused.triton_kernels import activated
 
 SCALED = tl.constexpr(0)  # out = x w^T * scale + bias
-GATED = tl.constexpr(1)  # out = silu(gate) * up of the same; rows of the weight: all gates, all ups
+GATED = tl.constexpr(1)  # out = activation(gate) * up of this; weight: all gates, then all ups
 ADDED = tl.constexpr(2)  # out = residual + (x w^T + bias); x of the next product, and its squares
 
 
 @triton.jit
 def _scale_of(squares, stripes, token, there, eps, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
-    """1 / sqrt(mean of squares + eps) of tokens, whose sums lie in `stripes` stripes of 64."""
+    """Returns 1 / sqrt(mean of squares + eps) of tokens from partial sums of squares, [stripes, 64]."""
     STEP: tl.constexpr = 16
     s = tl.arange(0, STEP)
     total = tl.zeros((STEP, TOKENS), tl.float32)
@@ -42,7 +42,7 @@ def _finish(
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr, ONE: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    """What follows the sums acc [ROWS, TOKENS] of rows n of the weight; dtypes round as modules do."""
+    """Applies what follows the sums acc [ROWS, TOKENS] of weight rows n; rounds where modules round."""
     if KIND == ADDED:
         at = t[None, :].to(tl.int64) * N + n[:, None]
         mask = inside[:, None] & there[None, :]
@@ -84,13 +84,12 @@ def product(
     PICKED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, READY: tl.constexpr,
     ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program (stripe of ROWS rows of the weight, one of SPLIT parts of its columns).
+    """Program: one stripe of ROWS rows of the weight, and one of SPLIT parts of its columns.
 
-    x: [T, COLUMNS]; with PICKED its rows picked [tokens] int64, else the first `tokens`.
-    weight: [N, COLUMNS]. squares, out_squares: [stripes, 64] float32.
-    residual, weighted: [tokens, N]. partial: float32 [stripes, SPLIT, ROWS, TOKENS].
-    arrived: int32 [stripes], zeros, and zeros again afterwards.
-    EVEN: every tile lies within the weight. READY: x is normalised already. ONE: what is added to a norm's
+    x: [T, COLUMNS]. PICKED: picked, int64 [tokens], says which rows of x; else they are the first `tokens`.
+    weight: [N, COLUMNS]. squares, out_squares: float32 [stripes, 64]. residual, weighted: [tokens, N].
+    partial: float32 [stripes, SPLIT, ROWS, TOKENS], scratch. arrived: int32 [stripes], zeros before and
+    after. EVEN: every tile lies within the weight. READY: x is normalised already. ONE: added to a norm's
     weight.
     """
     dtype: tl.constexpr = weight.dtype.element_ty
@@ -171,11 +170,11 @@ def one_row(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     PICKED: tl.constexpr, ACTIVATION: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The same for a single token. Program: two rows of the weight, with GATED a gate and its up.
+    """Program: `product` for a single token, by two rows of the weight; with GATED a gate and its up.
 
-    x: [1, COLUMNS]; but for ADDED not normalised yet: every program sums its squares beside the
-    product, which costs less than waiting for another program. N: even. AHEAD: launched while the kernel
-    before still runs; of the weight, which that one does not write, a first block is loaded meanwhile.
+    x: [1, COLUMNS], normalised already for ADDED only. Otherwise every program sums the squares of x beside
+    the product, which costs less than waiting for another program. N: even. AHEAD: starts while the previous
+    kernel runs, and loads a first block of the weight, which that kernel does not write.
     """
     dtype: tl.constexpr = weight.dtype.element_ty
     if AHEAD:
@@ -232,7 +231,7 @@ def ready_row(
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The product of a single row x [1, COLUMNS] as it is. Program: ROWS rows of the weight [N, COLUMNS].
+    """Program: multiplies ROWS rows of the weight [N, COLUMNS] by a single normalised row x [1, COLUMNS].
 
     GATED: ROWS gates and their ups; out [1, N / 2] is activation(gate) * up. AHEAD: as in `one_row`.
     """
@@ -284,9 +283,9 @@ def embed(
     ids, embedding, norm_weight, residual, weighted, squares,
     WIDTH: tl.constexpr, PAD: tl.constexpr, GATHER: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: one token. residual: its embedding; weighted, squares [1, 64]: of the first norm.
+    """Program: one token. residual: its embedding; weighted, squares [1, 64]: inputs of the first norm.
 
-    Without GATHER the residual is given, and ids and embedding are not read. AHEAD: as in `one_row`.
+    Without GATHER the residual is an input, and ids and embedding are not read. AHEAD: as in `one_row`.
     """
     if AHEAD:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""What planning knows about Kvant's own decoder. No torch."""
+"""Facts for planning about Kvant's own decoder. No torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvant.models.geometry.parameters import QKNorm
 from kvant.models.weights import ELEMENT_BYTES
 
 MOST_ANGLES = 1 << 18
-"""Positions whose rotary angles are kept: 64 MiB for heads of 128."""
+"""Maximum number of positions whose rotary angles are kept: 64 MiB for heads of 128."""
 
 _DEFAULT_INNER = 11008  # LlamaConfig's; the other classes' defaults are multiples of 32 too
 
 
 def find_recipe(facts: ForwardFacts) -> Recipe | None:
-    """The recipe of the decoder's family, None for a family that has none."""
+    """Returns the recipe of the model's family; None for a family without one."""
     config = text_section(facts.config)
     return recipe_of(str(config.get("model_type", facts.geometry.model_type)))
 
 
 def refuse_layers(facts: ForwardFacts) -> str | None:
-    """Why the decoder does not compute this model's layers; None if it does."""
+    """Returns why the decoder cannot compute this model's layers; None if it can."""
     recipe, config = find_recipe(facts), text_section(facts.config)
     if recipe is None:
         return f"Kvant's own decoder has no recipe for {facts.geometry.model_type}"
@@ -66,9 +66,9 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
 
 
 def _refuse_invariant_states(facts: ForwardFacts) -> str | None:
-    """Why it cannot promise results of recurrent layers that depend on nothing but their own tokens.
+    """Returns why recurrent layers cannot be batch-invariant here; None if they can.
 
-    Kernels pass from token to token, each state rounded as it is stored; they take these numbers alone.
+    Only kernels that run token after token, and round each state as it is stored, are batch-invariant.
     """
     if facts.on_cpu:
         return "its recurrences on a CPU depend on where a prompt is cut"
@@ -83,15 +83,15 @@ def _refuse_invariant_states(facts: ForwardFacts) -> str | None:
 
 
 def has_experts(facts: ForwardFacts) -> bool:
-    """Whether layers choose among experts."""
+    """Whether the model has layers of experts."""
     recipe = find_recipe(facts)
     return recipe is not None and recipe.mixture is not None
 
 
 def products(facts: ForwardFacts) -> list[tuple[int, int]]:
-    """Rows and columns of the matrices that the decoder multiplies with: joined ones, and the head.
+    """Returns rows and columns of the decoder's matrices: joined ones of its first layer, and the head.
 
-    Without experts.
+    Experts are left out.
     """
     geometry = facts.geometry
     hidden, layer = geometry.hidden_size, geometry.layers[0]
@@ -107,7 +107,7 @@ def products(facts: ForwardFacts) -> list[tuple[int, int]]:
 
 
 def table_bytes(facts: ForwardFacts) -> int:
-    """Bytes of the rotary angles of all positions, which are kept on a GPU."""
+    """Returns the bytes of the rotary angles that a GPU keeps for all positions."""
     recipe = find_recipe(facts)
     if facts.on_cpu or recipe is None:
         return 0
@@ -129,7 +129,7 @@ def _refuse(facts: ForwardFacts) -> str | None:
 
 
 def extra_bytes(facts: ForwardFacts) -> int:
-    """Bytes of the angles, and room for the largest narrow weight as numbers."""
+    """Returns the bytes of the kept angles, plus room to decode the largest narrow weight."""
     return table_bytes(facts) + (0 if facts.on_cpu else facts.scratch_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Weights of several products of one input, joined: the only place where joined weights are made.
+"""Joins the weights of several products of one input. No other code makes joined weights.
 
 A module's parameters become views of the joined weight, so no weight is stored twice.
 """
@@ -20,9 +20,10 @@ from kvant.weights.linear import NarrowLinear
 
 
 def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
-    """One product for several linear layers of the same input; rows one layer behind the other.
+    """Returns one product for several linear layers of the same input, with their rows in order.
 
-    name: of their module, for EngineFault where a layer's weight is no numbers.
+    Mutates the layers: their parameters become views. name: of their module, for EngineFault, which it raises
+    for weights in a format of transformers, and if only some unquantised layers have a bias.
     """
     if any(isinstance(product, NarrowLinear) for product in products):
         return _join_narrow(products, multiply, name)
@@ -37,7 +38,10 @@ def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
 
 
 def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
-    """The same where weights are narrow. Layers of different formats stay apart."""
+    """Implements `join` if some weights are narrow.
+
+    Neighbours of different formats stay separate products.
+    """
     alike = isinstance(multiply, TiledLinear)
     narrow = [product for product in products if isinstance(product, NarrowLinear)]
     biases = [product.bias for product in products if product.bias is not None]
@@ -58,7 +62,7 @@ def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Line
 
 
 def _round_alike(products: Sequence[NarrowLinear]) -> bool:
-    """Whether all products round what they multiply by one scale, or all by none."""
+    """Whether all products round their input by the same scale, or none of them has a scale."""
     first, *others = (product.input_scale for product in products)
     if first is None:
         return all(one is None for one in others)
@@ -66,7 +70,7 @@ def _round_alike(products: Sequence[NarrowLinear]) -> bool:
 
 
 def _neighbours(products: Sequence[Any]) -> list[list[Any]]:
-    """The layers in their order, with those together that can be joined."""
+    """Groups neighbouring layers that can be joined; keeps their order."""
     found: list[list[Any]] = []
     for product in products:
         last = found[-1] if found else []
@@ -82,7 +86,7 @@ def _neighbours(products: Sequence[Any]) -> list[list[Any]]:
 
 
 def check_numbers(products: Sequence[Any], name: str) -> None:
-    """EngineFault for linear layers whose weights are no numbers."""
+    """Raises EngineFault if a layer is not an unquantised `nn.Linear`."""
     if any(type(product) is not nn.Linear for product in products):
         raise EngineFault(
             f"{name} is to run in Kvant's own decoder, but its weights are no numbers"
@@ -90,7 +94,7 @@ def check_numbers(products: Sequence[Any], name: str) -> None:
 
 
 def turn(parameter: Any) -> Tensor:
-    """Experts' weights [E, in, out] as [E, out, in]; the parameter becomes a view of it."""
+    """Returns experts' weights [E, in, out] as [E, out, in]; the parameter becomes a view of them."""
     turned: Tensor = parameter.data.transpose(1, 2).contiguous()
     parameter.data = turned.transpose(1, 2)
     return turned

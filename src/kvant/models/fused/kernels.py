@@ -1,7 +1,6 @@
-"""Operations between two matrix products; here in plain torch.
+"""Operations between two matrix products: their interface, and plain torch.
 
-Values round where transformers' modules round, so that both give the same logits up to the order of
-sums.
+Values round where transformers' modules round, so logits differ only by the order of sums.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvant.weights.rounding import RoundedRows, Rounding
 
 
 class Kernels(Protocol):
-    """T tokens, all tensors on one device."""
+    """Operations between products. T: tokens of a step. All tensors are on one device."""
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x [T, width], normalised."""
+        """Returns x [T, width], normalised."""
         ...
 
     def add_norm(
@@ -36,9 +35,10 @@ class Kernels(Protocol):
         before: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """The sum of residual and factor times x [T, width], normalised, and the sum itself.
+        """Adds factor * x [T, width] to residual [T, width]; returns the sum normalised, and the sum.
 
-        before: norm of x before it is added. norm: None for the sum itself twice. May reuse both.
+        before: a norm that x passes before it is added. norm: None returns the sum twice. May overwrite x
+        and residual.
         """
         ...
 
@@ -52,7 +52,7 @@ class Kernels(Protocol):
         before: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[RoundedRows, Tensor]:
-        """`add_norm`, with the normalised rows [T, width] rounded to e4m3."""
+        """Implements `add_norm` with the normalised rows [T, width] rounded to e4m3."""
         ...
 
     def rotate(
@@ -65,60 +65,61 @@ class Kernels(Protocol):
         norms: QKNorms | None = None,
         pairing: Pairing = Pairing.HALVES,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [T, heads, head_dim] of qkv [T, (Hq + 2 Hkv) * head_dim], q and k rotated.
+        """Returns q, k, v [T, heads, head_dim] of qkv [T, (Hq + 2 Hkv) * head_dim], with q and k rotated.
 
-        cos, sin: [T, R / 2]; pairs (a, b) of the first R numbers of a head become
-        (a cos - b sin, b cos + a sin). norms: of heads, not of whole rows. May work in place.
+        cos, sin: [T, R / 2]. Pairs (a, b) of the first R numbers of a head become (a cos - b sin, b cos + a
+        sin). norms: of single heads, not of whole rows. May work in place.
         """
         ...
 
     def rotate_latent(
         self, q: Tensor, row: Tensor, norm: Norm, cos: Tensor, sin: Tensor, pairing: Pairing
     ) -> tuple[Tensor, Tensor]:
-        """q [T, heads, nope + R] and row [T, L + R]: last R numbers rotated, first L of row normalised.
+        """Rotates the last R numbers of q [T, heads, nope + R] and row [T, L + R]; normalises row's first L.
 
         cos, sin: [T, R / 2], as in `rotate`. May work in place.
         """
         ...
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
-        """qkv [T, ..] with all its queries normalised together, and all its keys. May work in place."""
+        """Normalises all queries of qkv [T, ..] of a token together, and all its keys. May work in place."""
         ...
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
-        """activation(gate) * up of gate_up [T, 2 * width]."""
+        """Returns activation(gate) * up, [T, width], of gate_up [T, 2 * width]."""
         ...
 
     def gate_rounded(
         self, gate_up: Tensor, activation: Activation, rounding: Rounding
     ) -> RoundedRows:
-        """`gate`, with its rows [T, width] rounded to e4m3."""
+        """Implements `gate` with the result [T, width] rounded to e4m3."""
         ...
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
-        """x: [T, width]."""
+        """Applies an activation to x [T, width]."""
         ...
 
     def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x [T, heads * head_dim] times the sigmoid of gate [T, heads, head_dim]. May reuse x."""
+        """Returns x [T, heads * head_dim] times the sigmoid of gate [T, heads, head_dim]. May overwrite x."""
         ...
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        """x: [..]."""
+        """Returns the sigmoid of x [..]."""
         ...
 
     def tanh(self, x: Tensor) -> Tensor:
-        """x: [..]."""
+        """Returns the hyperbolic tangent of x [..]."""
         ...
 
 
 class TorchKernels:
-    """Any device, any dtype. apply: calls functions of single numbers."""
+    """Plain torch for any device and dtype. apply: calls elementwise functions."""
 
     def __init__(self, apply: Apply = call_directly) -> None:
         self._call = apply
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Implements `Kernels.norm`: x [T, width]."""
         if not norm.kind.is_rms:
             return _layer_norm(x, norm)
         wide = self._wide(x)
@@ -133,7 +134,7 @@ class TorchKernels:
         return (normed * weight).to(x.dtype)
 
     def _wide(self, x: Tensor) -> Tensor:
-        """Modules of transformers normalise in float32, also numbers that are wider."""
+        """Casts x to float32: transformers' modules normalise in float32, float64 numbers too."""
         return x.to(torch.float32)
 
     def add_norm(
@@ -145,6 +146,7 @@ class TorchKernels:
         before: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
+        """Implements `Kernels.add_norm`: x, residual [T, width]. Overwrites neither."""
         if before is not None:
             x = self.norm(x, before)
         total = residual + (x if factor == 1.0 else x * factor)
@@ -160,6 +162,7 @@ class TorchKernels:
         before: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[RoundedRows, Tensor]:
+        """Implements `Kernels.add_norm_rounded`: x, residual [T, width]."""
         normed, total = self.add_norm(x, residual, norm, before=before, factor=factor)
         return round_activations(normed, rounding), total
 
@@ -173,6 +176,7 @@ class TorchKernels:
         norms: QKNorms | None = None,
         pairing: Pairing = Pairing.HALVES,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Implements `Kernels.rotate`: qkv [T, (Hq + 2 Hkv) * head_dim]; cos, sin [T, R / 2]."""
         heads = qkv.view(qkv.shape[0], num_q_heads + 2 * num_kv_heads, -1)
         q, k, v = torch.split(heads, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
         if norms is not None and not norms.after:
@@ -185,6 +189,7 @@ class TorchKernels:
     def rotate_latent(
         self, q: Tensor, row: Tensor, norm: Norm, cos: Tensor, sin: Tensor, pairing: Pairing
     ) -> tuple[Tensor, Tensor]:
+        """Implements `Kernels.rotate_latent`: q [T, heads, nope + R]; row [T, L + R]; cos, sin [T, R / 2]."""
         size = 2 * cos.shape[-1]
         latent = self.norm(row[:, :-size].contiguous(), norm)
         q_turned = _rotated(q[..., -size:], cos, sin, pairing).to(q.dtype)
@@ -192,40 +197,47 @@ class TorchKernels:
         return torch.cat([q[..., :-size], q_turned], -1), torch.cat([latent, k_turned], -1)
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
+        """Implements `Kernels.norm_whole`: qkv [T, ..]."""
         q, k, v = torch.split(qkv, [q_width, k_width, qkv.shape[1] - q_width - k_width], dim=1)
         return torch.cat((self.norm(q, norms.q), self.norm(k, norms.k), v), dim=1)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Implements `Kernels.gate`: gate_up [T, 2 * width]."""
         gate, up = gate_up.chunk(2, dim=-1)
         return activate(gate, activation, self._call) * up
 
     def gate_rounded(
         self, gate_up: Tensor, activation: Activation, rounding: Rounding
     ) -> RoundedRows:
+        """Implements `Kernels.gate_rounded`: gate_up [T, 2 * width]."""
         return round_activations(self.gate(gate_up, activation), rounding)
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implements `Kernels.activate`: x [T, width]."""
         return activate(x, activation, self._call)
 
     def sigmoid(self, x: Tensor) -> Tensor:
+        """Implements `Kernels.sigmoid`: x [..]."""
         return self._call(torch.sigmoid, x)
 
     def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Implements `Kernels.gate_heads`: x [T, heads * head_dim]; gate [T, heads, head_dim]."""
         return x * self.sigmoid(gate).reshape(x.shape)
 
     def tanh(self, x: Tensor) -> Tensor:
+        """Implements `Kernels.tanh`: x [..]."""
         return self._call(torch.tanh, x)
 
 
 class WideTorchKernels(TorchKernels):
-    """Norms of float64 in float64, which transformers' modules compute in float32."""
+    """Normalises float64 in float64, where transformers' modules use float32."""
 
     def _wide(self, x: Tensor) -> Tensor:
         return x if x.dtype is torch.float64 else super()._wide(x)
 
 
 class InvariantTorchKernels(TorchKernels):
-    """The same on a CPU, where torch's SiLU depends on a number's position; the rest does not."""
+    """Batch-invariant `TorchKernels` for CPUs: torch's SiLU there depends on a number's position."""
 
     def __init__(self) -> None:
         super().__init__(by_whole_vectors)
@@ -238,11 +250,11 @@ def _layer_norm(x: Tensor, norm: Norm) -> Tensor:
     if weight is None or weight.ndim == 1:
         return F.layer_norm(x, x.shape[-1:], weight, norm.bias, norm.eps)
     normed = F.layer_norm(x.to(torch.float32), x.shape[-1:], None, None, norm.eps)
-    return (weight.to(torch.float32) * normed).to(x.dtype)  # a weight for each head
+    return (weight.to(torch.float32) * normed).to(x.dtype)  # weight may be [heads, head_dim]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
-    """x [T, heads, head_dim], of which 2 * cos.shape[-1] numbers turn."""
+    """Rotates the first 2 * cos.shape[-1] numbers of each head of x [T, heads, head_dim]."""
     size = 2 * cos.shape[-1]
     if size == 0:
         return x

@@ -4,10 +4,10 @@
     key of a head          (K c, r), K [nope, L] the head's part of the weight that expands latents
     value of a head        V c, V [v, L] its other part
 
-Nothing but the row is stored, so a head's query goes to the latents (DeepSeek-V2, arXiv:2405.04434,
-section 2.1): q . K c = (K^T q) . c, and a sum of V c by probabilities is V times the sum of c. One head
-of rows then serves all heads of queries, and the first L numbers of a row are its value. Long runs of
-queries expand the stored rows where the backend can: there, a key and a value for each head cost less.
+Only the row is stored. So a head's query is projected to the latents (DeepSeek-V2, arXiv:2405.04434,
+section 2.1): q . K c = (K^T q) . c, and the sum of V c by probabilities is V times the sum of c. One stored
+head then serves all query heads, and the first L numbers of a row are its value. For long runs of queries
+the backend may expand the stored rows instead: a key and a value per head cost less there.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from kvant.models.fused.linear import Linear, Multiply
 from kvant.models.invariant.linear import TiledLinear
 
 Plain = Callable[[Tensor, Linear], Tensor]
-"""A step's product x [T, columns] -> [T, rows]."""
+"""Multiplies a step's rows: x [T, columns], linear -> [T, rows]."""
 
 PerHead = Callable[[Tensor, Tensor, Tensor], None]
-"""Products of x [T, heads, in] with weight [heads, in, out], written to out [T, heads, out]."""
+"""Multiplies x [T, heads, in] by weight [heads, in, out] per head, into out [T, heads, out]."""
 
 
 def enter(
     x: Tensor, layer: LatentLayer, cos: Tensor, sin: Tensor, kernels: Kernels, plain: Plain
 ) -> tuple[Tensor, Tensor]:
-    """Queries [T, num_q_heads, nope + R], and the rows to store [T, L + R], of x [T, hidden_size].
+    """Projects x [T, hidden_size] to queries [T, num_q_heads, nope + R] and rows to store [T, L + R].
 
-    cos, sin: [T, R / 2].
+    cos, sin: [T, R / 2]. Both results are rotated, and the latents normalised.
     """
     both = plain(x, layer.entry)
     width = layer.expanding.shape[2] + layer.rotary_width
@@ -58,7 +58,7 @@ def attend(
     step: Step,
     per_head: PerHead,
 ) -> Tensor:
-    """q [n, num_q_heads, nope + R] -> [n, num_q_heads * v], over stored rows."""
+    """Attends over stored rows: q [n, num_q_heads, nope + R] -> [n, num_q_heads * v]."""
     out = q.new_empty(*q.shape[:2], layer.values.shape[2])
     if step.long and isinstance(backend, ExpandingBackend) and backend.expands(q):
         first = step.long[0].first_token
@@ -79,7 +79,7 @@ def _attend_absorbed(
     step: Step,
     per_head: PerHead,
 ) -> None:
-    """Fill out [n, num_q_heads, v]: queries go to the latents."""
+    """Writes results to out [n, num_q_heads, v]: queries are projected to the latents."""
     rank = layer.keys.shape[2]
     absorbed = q.new_empty(*q.shape[:2], rank + layer.rotary_width)
     per_head(q[..., : layer.nope], layer.keys, absorbed[..., :rank])
@@ -88,7 +88,7 @@ def _attend_absorbed(
 
 
 def expand(rows: Tensor, *, layer: LatentLayer) -> tuple[Tensor, Tensor]:
-    """Keys [m, num_q_heads, nope + R] and values [m, num_q_heads, v] of stored rows [m, L + R]."""
+    """Expands stored rows [m, L + R] to keys [m, num_q_heads, nope + R] and values [m, num_q_heads, v]."""
     heads, width, rank = layer.expanding.shape
     both = F.linear(rows[:, :rank], layer.expanding.flatten(0, 1)).view(-1, heads, width)
     turned = rows[:, None, rank:].expand(-1, heads, -1)
@@ -96,12 +96,12 @@ def expand(rows: Tensor, *, layer: LatentLayer) -> tuple[Tensor, Tensor]:
 
 
 def per_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write the products of x [T, heads, in] and weight [heads, in, out] to out [T, heads, out], at once."""
+    """Writes x [T, heads, in] times weight [heads, in, out] to out [T, heads, out], in one product."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 def prove(tiled: TiledLinear, model: Model) -> None:
-    """Prove tiles for the products of single heads. NotServable as `TiledLinear.prove`."""
+    """Proves tiles for the products of single heads. Raises NotServable like `TiledLinear.prove`."""
     for layer in model.layers:
         if isinstance(layer, LatentLayer):
             for weight in (layer.keys, layer.values):
@@ -110,7 +110,7 @@ def prove(tiled: TiledLinear, model: Model) -> None:
 
 
 def each_head_by(multiply: Multiply) -> PerHead:
-    """One product for each head, by a function whose rows may promise more than those of `per_head`."""
+    """Returns a `PerHead` that calls `multiply` once per head, for a batch-invariant `multiply`."""
 
     def apart(x: Tensor, weight: Tensor, out: Tensor) -> None:
         for head, one in enumerate(weight.unbind(0)):

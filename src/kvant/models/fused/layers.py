@@ -1,4 +1,4 @@
-"""A model as Kvant's own decoder runs it: weights, and which computation each of them takes part in."""
+"""A model as Kvant's own decoder runs it: the weights of each layer, and what it computes with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvant.weights.codecs import NarrowWeight
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """weight: [width], [heads, head_dim] for heads that differ, or None for ones. bias: [width] or None."""
+    """A norm. weight: [width], [heads, head_dim] if heads differ, None for ones. bias: [width] or None."""
 
     kind: NormKind
     weight: Tensor | None
@@ -27,7 +27,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class QKNorms:
-    """Norms of queries and keys. whole: over all heads together. after: they follow the rotation."""
+    """Norms of queries and keys. whole: over all heads together. after: applied after the rotation."""
 
     q: Norm
     k: Norm
@@ -36,7 +36,7 @@ class QKNorms:
 
     @property
     def of_heads(self) -> bool:
-        """Whether they are root-mean-square norms of every head, with one weight, before the rotation."""
+        """Whether both are RMS norms of each head, with one weight for all heads, before the rotation."""
         return (
             self.q.kind.is_rms
             and not self.whole
@@ -48,10 +48,10 @@ class QKNorms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What every decoder layer has around that which mixes its tokens.
+    """The parts of a decoder layer around attention or a recurrence.
 
-    attn_in, attn_out, ffn_in, ffn_out: norms of what attention and feed-forward read and of what they
-    give; None for no norm. factor: on what is added to the residual sum.
+    attn_in, ffn_in: norms before attention (or the recurrence) and before the feed-forward layer. attn_out,
+    ffn_out: norms of their results. None for no norm. factor: multiplies what is added to the residual sum.
     """
 
     attn_in: Norm | None
@@ -66,10 +66,10 @@ class Frame:
 class Layer(Frame):
     """A decoder layer with attention. qkv: rows of queries, keys and values.
 
-    rotary: which of the model's angles turn q and k; None for none. clip: limit on numbers of qkv.
-    by_head: rows of qkv are those of head 0, then of head 1, .. position_scale: queries are multiplied
-    by 1 + a log(1 + floor(position / b)) for its (a, b). gated: rows of a head's queries are followed by
-    those of its gate, whose sigmoid multiplies what the head attends to.
+    rotary: index of the model's rotary angles for q and k; None for none. clip: numbers of qkv are clamped to
+    -clip .. clip. by_head: rows of qkv are those of head 0, then of head 1, .. position_scale: (a, b);
+    queries are multiplied by 1 + a log(1 + floor(position / b)). gated: rows of a head's queries are followed
+    by rows of its gate, whose sigmoid multiplies the head's attention output.
     """
 
     qkv: Linear
@@ -96,12 +96,12 @@ class MixerLayer(Frame):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentLayer(Frame):
-    """A decoder layer that stores one latent of a token for all heads: see `kvant.models.fused.latent`.
+    """A decoder layer that stores one latent per token for all heads: see `kvant.models.fused.latent`.
 
-    entry: rows of queries, or of what q_up takes once q_norm has normalised it; then of the latent and
-    the rotary key. kv_norm: of the latent. expanding: [num_q_heads, nope + v, L], a head's key and value
-    of a latent. nope, rotary_width: numbers of a key without and with a rotation. The other fields as in
-    `Layer`.
+    entry: rows of queries, then of the latent and the rotary key. If q_up is not None, the first rows are the
+    input of q_norm, whose result q_up turns into queries. kv_norm: norm of the latent. expanding:
+    [num_q_heads, nope + v, L], turns a latent into a head's key and value. nope, rotary_width: width of the
+    part of a key without and with rotation. Other fields: as in `Layer`.
     """
 
     entry: Linear
@@ -120,22 +120,22 @@ class LatentLayer(Frame):
 
     @property
     def keys(self) -> Tensor:
-        """[num_q_heads, nope, L]."""
+        """Returns a view [num_q_heads, nope, L] of the key rows of `expanding`."""
         return self.expanding[:, : self.nope]
 
     @property
     def values(self) -> Tensor:
-        """[num_q_heads, L, v]."""
+        """Returns a view [num_q_heads, L, v] of the value rows of `expanding`, transposed."""
         return self.expanding[:, self.nope :].transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """All layers, and what comes before and behind them.
+    """All layers, the embedding and the head.
 
-    embedding: [vocab_size, hidden_size], without rows where it is narrow: `table` has them then. embed_scale:
-    factor on embeddings. parallel: attention and feed-forward of a layer read the same sum. logits: times
-    logits_scale, then capped at logits_cap (0 for none).
+    embedding: [vocab_size, hidden_size]; without rows if the embedding is narrow, which is then in `table`.
+    embed_scale: multiplies embeddings. parallel: attention and feed-forward of a layer read the same residual
+    sum. Logits are multiplied by logits_scale, then capped at logits_cap (0 for none).
     """
 
     layers: tuple[Layer | LatentLayer | MixerLayer, ...]
@@ -150,7 +150,7 @@ class Model:
 
     @property
     def folds_norms(self) -> bool:
-        """Whether a norm's scale may be applied behind the product that reads it, in every layer."""
+        """Whether every layer's norm scales can be applied after the product that reads the norm."""
         return (
             not self.parallel
             and self.embed_scale == 1.0

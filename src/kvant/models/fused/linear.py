@@ -1,4 +1,4 @@
-"""Matrix products with stored weights: what the decoder calls, and weights that are plain numbers."""
+"""Matrix products with stored weights: the decoder's interface, and unquantised and narrow weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvant.weights.linear import multiply, rounding_of
 from kvant.weights.rounding import RoundedRows, Rounding, Rows
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x [T, in], weight [out, in], bias [out] or None -> [T, out]."""
+"""Multiplies x [T, in] by weight [out, in] and adds bias [out] or None; returns [T, out]."""
 
 
 class Linear(Protocol):
@@ -27,13 +27,13 @@ class Linear(Protocol):
     def columns(self) -> int: ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, columns] -> [T, rows], in the dtype of x."""
+        """Returns the product [T, rows] of x [T, columns], in the dtype of x."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """A weight [rows, columns] of numbers, and a bias [rows] or None."""
+    """An unquantised weight [rows, columns], and a bias [rows] or None."""
 
     weight: Tensor
     bias: Tensor | None
@@ -48,6 +48,7 @@ class DenseLinear:
         return self.weight.shape[1]
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Implements `Linear.__call__`: x [T, columns] -> [T, rows]."""
         return self.multiply(x, self.weight, self.bias)
 
 
@@ -55,7 +56,7 @@ class DenseLinear:
 class NarrowProduct:
     """A weight in a narrow format, and a bias [rows] or None.
 
-    alike: any number of rows is multiplied in one way, so that no row's result depends on others.
+    alike: use one kernel for any number of rows, so that no row's result depends on other rows.
     rounds, input_scale: how activations of many rows are rounded, see `kvant.weights.linear.multiply`.
     """
 
@@ -82,7 +83,7 @@ class NarrowProduct:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Products of one input whose weights have different formats: results [T, rows] beside each other."""
+    """Products of one input by weights of different formats; results are concatenated to [T, rows]."""
 
     parts: tuple[Linear, ...]
 
@@ -95,11 +96,12 @@ class Apart:
         return self.parts[0].columns
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Implements `Linear.__call__`: x [T, columns] -> [T, rows]."""
         return torch.cat([part(x) for part in self.parts], -1)
 
 
 def apply(linear: Linear, x: Rows) -> Tensor:
-    """x [T, columns], rounded only where `rounding_for` says so -> [T, rows]."""
+    """Multiplies x [T, columns], which is rounded only if `rounding_for` says so; returns [T, rows]."""
     if isinstance(x, RoundedRows):
         assert isinstance(linear, NarrowProduct), (
             "only products of narrow weights read rounded rows"
@@ -109,14 +111,17 @@ def apply(linear: Linear, x: Rows) -> Tensor:
 
 
 def rounding_for(linear: Linear, tokens: int) -> Rounding | None:
-    """Returns how the kernel before this product rounds `tokens` rows for it; None if it does not."""
+    """Returns how the kernel before this product must round `tokens` rows; None if it must not."""
     if not isinstance(linear, NarrowProduct) or not linear.rounds:
         return None
     return rounding_of(linear.weight, tokens, linear.input_scale)
 
 
 def multiply_for(weight: Tensor) -> Multiply:
-    """Return the product for weights [out, in] on this device; a GPU has a kernel for single rows."""
+    """Returns the product for weights [out, in] on this device.
+
+    On a GPU, single rows have their own kernel.
+    """
     if weight.device.type == "cuda":
         from kvant.models.fused.matvec import linear
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, in], weight [out, in], bias [out] or None -> [T, out]; float32 sums."""
+    """Returns x [T, in] times weight [out, in] plus bias [out] or None: [T, out], summed in float32."""
     narrow = x.dtype in (torch.float16, torch.bfloat16)
     if x.shape[0] != 1 or not narrow or not weight.is_contiguous():
         return F.linear(x, weight, bias)
@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @triton.jit
 def matvec(x, weight, bias, out, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr):
-    """Program: one row of the weight."""
+    """Program: computes one output, from one row of the weight."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, COLUMNS, BLOCK):

@@ -1,4 +1,4 @@
-"""A layer's experts with weights in a narrow format, in the place of transformers' module of experts."""
+"""A layer's experts with weights in a narrow format; replaces transformers' module of experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRODUCTS = ("gate_up_proj", "down_proj")
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of experts that Kvant can replace: gated by silu, in two stacks."""
+    """Whether a module holds experts that Kvant can replace: two stacks of weights, gated by SiLU."""
     stacks = [getattr(module, name, None) for name in PRODUCTS]
     if not all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in stacks):
         return False
@@ -29,16 +29,17 @@ def _is_silu(activation: Any) -> bool:
 
 
 class NarrowExperts(nn.Module):
-    """Experts of one layer. Its tensors come by `put`, or by a loader where formats are given.
+    """Experts of one layer. `put` sets the tensors, or a loader does if formats are given.
 
-    gate_up_proj, down_proj: codes of all experts' rows; with _scale and _zeros: see `NarrowWeight`. alpha,
-    limit: of a clamped activation, whose gates and ups alternate. The names of biases are transformers'.
+    gate_up_proj, down_proj: codes of all experts' rows; suffixes _scale and _zeros: see `NarrowWeight`.
+    Biases keep transformers' names. alpha, limit: of a clamped activation, whose rows of gates and ups
+    alternate.
     """
 
     def __init__(self, old: nn.Module, formats: tuple[WeightFormat, WeightFormat] | None) -> None:
         super().__init__()
         first, second = (getattr(old, name) for name in PRODUCTS)
-        # gpt-oss stores [E, in, out], and has an activation of its own.
+        # gpt-oss stores [E, in, out] and has a clamped activation.
         self.clamped = hasattr(old, "alpha")
         if self.clamped:
             self.alpha, self.limit = float(old.alpha), float(old.limit)  # type: ignore[arg-type]
@@ -59,12 +60,12 @@ class NarrowExperts(nn.Module):
 
     @property
     def gate_up(self) -> NarrowStack:
-        """[E, 2 I, H]."""
+        """Returns the stack [E, 2 I, H]."""
         return self._stack("gate_up_proj")
 
     @property
     def down(self) -> NarrowStack:
-        """[E, H, I]."""
+        """Returns the stack [E, H, I]."""
         return self._stack("down_proj")
 
     def _stack(self, name: str) -> NarrowStack:
@@ -76,7 +77,7 @@ class NarrowExperts(nn.Module):
         return NarrowStack(whole, count)
 
     def put(self, name: str, stack: NarrowStack) -> None:
-        """Take the weights of one of `PRODUCTS`, of its shape, in any format."""
+        """Sets the weights named by an entry of `PRODUCTS`: a stack of the same shape, in any format."""
         assert stack.shape == self.shapes[name]
         self.formats[name] = stack.whole.format
         for part, tensor in named_tensors(name, stack.whole).items():
@@ -91,7 +92,7 @@ class NarrowExperts(nn.Module):
         return Clamp(self.limit, self.alpha) if self.clamped else None
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As transformers calls its experts: hidden [T, H], ids and weights [T, top_k] -> [T, H]."""
+        """Implements transformers' call of experts: hidden [T, H], ids and weights [T, top_k] -> [T, H]."""
         if self._kernels is None:
             self._kernels = _kernels_for(hidden)
         experts = Experts(

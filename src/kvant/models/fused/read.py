@@ -1,6 +1,6 @@
 """Reads a loaded transformers module by its family's recipe.
 
-Joined weights replace the module's own, which become views of them.
+The module's parameters become views of the joined weights.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _SCORING = {
 
 
 def decoder_of(module: PreTrainedModel) -> Any:
-    """The part of a transformers model that has the decoder's layers."""
+    """Returns the part of a transformers model that has the decoder's layers."""
     return module.get_decoder()  # type: ignore[no-untyped-call]
 
 
 def read_model(
     module: PreTrainedModel, recipe: Recipe, plan: KVPlan, multiply: Multiply
 ) -> tuple[Model, tuple[Any, ...]]:
-    """The model, and for each kind of angles the arguments of the module's rotary embedding.
+    """Returns the model, and for each kind of rotary angles the arguments of the module's rotary embedding.
 
-    multiply: the product of weights that are numbers. EngineFault for a module that the recipe does
-    not describe.
+    multiply: the product for unquantised weights. Raises EngineFault if the recipe does not describe the
+    module.
     """
     decoder = decoder_of(module)
     if type(decoder).__name__ != recipe.module_class:
@@ -76,7 +76,7 @@ def read_model(
     scale = 1.0
     if recipe.embed_scale is not None:
         found: Any = _at(decoder, recipe.embed_scale)
-        # Tensors are rounded to the embedding's dtype before they multiply.
+        # transformers rounds a tensor to the embedding's dtype before it multiplies.
         scale = float(found.to(table.weight.dtype) if isinstance(found, Tensor) else found)
     made = Model(
         layers=layers,
@@ -95,7 +95,7 @@ def read_model(
 def read_feed_forward(
     module: Any, recipe: Recipe, config: Any, multiply: Multiply, name: str = "a layer"
 ) -> Dense | Experts:
-    """A layer's feed-forward module by its family's recipe."""
+    """Reads a feed-forward module by its family's recipe. name: of the layer, for errors."""
     return _Reader(recipe, config, multiply).feed_forward(module, module, name)
 
 
@@ -121,7 +121,7 @@ def _at(module: Any, path: str) -> Any:
 
 
 class _Reader:
-    """angles: arguments of the rotary embedding, by `Layer.rotary`."""
+    """Reads one module. angles: arguments of the rotary embedding, indexed by `Layer.rotary`."""
 
     def __init__(self, recipe: Recipe, config: Any, multiply: Multiply) -> None:
         self._recipe, self._config, self._multiply = recipe, config, multiply
@@ -173,7 +173,7 @@ class _Reader:
         frame: Mapping[str, Any],
         name: str,
     ) -> LatentLayer:
-        """frame: what `_frame` gives."""
+        """Reads an attention module with latents. frame: the fields that `_frame` returns."""
         recipe, attend = self._recipe, self._recipe.attention
         q_norm, q_up = None, None
         first = getattr(attention, "q_proj", None)
@@ -205,7 +205,7 @@ class _Reader:
         )
 
     def _frame(self, layer: Any, name: str) -> Mapping[str, Any]:
-        """The fields of `Frame`."""
+        """Returns the fields of `Frame` by name."""
         recipe, block = self._recipe, self._recipe.block
         factor = 1.0
         if block.residual_multiplier is not None:
@@ -229,7 +229,7 @@ class _Reader:
         }
 
     def _beside(self, first: Any, second: Any, name: str) -> Linear:
-        """One product for both, or two where one of them alone has a bias."""
+        """Joins two products; returns two separate ones if only one of them has a bias."""
         if (first.bias is None) == (second.bias is None):
             return join([first, second], self._multiply, name)
         return Apart(tuple(join([one], self._multiply, name) for one in (first, second)))
@@ -241,7 +241,7 @@ class _Reader:
         return Pairing.NEIGHBOURS if _flag(attend.interleaved, self._config) else Pairing.HALVES
 
     def _check(self, attention: Any, geometry: LayerGeometry, name: str) -> None:
-        """EngineFault where the module's layer is not the plan's."""
+        """Raises EngineFault if the module's layer differs from the plan's."""
         window = getattr(attention, "sliding_window", geometry.window)
         if not getattr(attention, "is_sliding", True):
             window = None
@@ -256,7 +256,7 @@ class _Reader:
             raise EngineFault(f"{name} has no keys and values of its own, or of two sizes")
 
     def norm(self, module: Any, kind: NormKind) -> Norm:
-        """A norm module of any family; the name of eps differs."""
+        """Reads a norm module of any family; the attribute of eps has different names."""
         names = ("variance_epsilon", "eps", "epsilon")
         eps = next((getattr(module, name) for name in names if hasattr(module, name)), 1e-5)
         return Norm(
@@ -388,7 +388,7 @@ class _Reader:
 
 
 def _numbers(product: Any, dtype: torch.dtype, name: str) -> Tensor:
-    """The weight [out, in] of a layer of which single heads are multiplied; in dtype if it is narrow."""
+    """Returns a layer's weight [out, in], decoded to dtype if it is narrow, to be cut into heads."""
     if isinstance(product, NarrowLinear):
         return decode(product.narrow, dtype)
     check_numbers([product], name)
@@ -397,7 +397,7 @@ def _numbers(product: Any, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _parent(router: Any, module: Any) -> Any:
-    """The module that holds the router, which may be within the block's router."""
+    """Returns the module that holds the router, which may be inside the block's router."""
     return next((part for part in module.children() if router in part.children()), module)
 
 
@@ -409,7 +409,7 @@ def _has(first: Any, second: Any, path: str) -> bool:
 
 
 def _find(first: Any, second: Any, path: str) -> Any:
-    """The attribute of the first module, or else of the second."""
+    """Returns the attribute of the first module, or else of the second."""
     try:
         return _at(first, path)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What a family's forward computes, as data: kinds of norms, rotations, activations and places. No torch.
+"""What a family's forward computes, as data: norms, rotations, activations and names of modules. No torch.
 
 A `Recipe` names the parts of a transformers module and says how they are put together.
 `kvant.models.fused.recipes` is the table; `kvant.models.fused.read` reads a module by it.
@@ -18,7 +18,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class NormKind(Enum):
-    """Arithmetic of a norm; x^ is the row over its root mean square, or standardised by LAYER kinds."""
+    """Formula of a norm. x^: the row divided by its root mean square, or standardised for LAYER kinds."""
 
     RMS = "w * cast(x^)"
     RMS_WIDE = "cast(w * x^)"
@@ -32,7 +32,7 @@ class NormKind(Enum):
 
 
 class Activation(Enum):
-    """Functions of single numbers, by transformers' most common name."""
+    """Elementwise functions, by transformers' most common name."""
 
     SILU = "silu"
     GELU = "gelu"
@@ -50,19 +50,19 @@ _ACTIVATIONS = {
 
 
 def activation_of(name: object) -> Activation | None:
-    """The activation of transformers' name; None for one that the decoder does not compute."""
+    """Returns the activation with this name in transformers; None for one that the decoder lacks."""
     return _ACTIVATIONS.get(name) if isinstance(name, str) else None
 
 
 class Pairing(Enum):
-    """Which two numbers of a head a rotation turns."""
+    """Which two of the R rotated numbers of a head form a pair."""
 
     HALVES = "i and i + R / 2"
     NEIGHBOURS = "2 i and 2 i + 1"
 
 
 class Angles(Enum):
-    """What a module of rotary embeddings gives for R numbers of a head."""
+    """What a transformers module of rotary embeddings returns for R rotated numbers of a head."""
 
     TWICE = "all R / 2 cosines, and all again"
     COMPLEX = "R / 2 numbers cos + i sin"
@@ -82,10 +82,10 @@ class Rotated(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Names of a layer's norms by place; None for no norm there.
+    """Attribute names of a layer's norms by place; None for no norm there.
 
-    parallel: attention and feed-forward read the same sum; with ffn_in None, the same norm of it. A name
-    is the config's flag.
+    parallel: attention and feed-forward read the same residual sum; with ffn_in None, the same norm of it. A
+    string names the config's flag.
     residual_multiplier: the layer's attribute that multiplies what is added to the residual sum.
     """
 
@@ -106,15 +106,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Names and kinds of an attention module.
+    """Attribute names and kinds of an attention module.
 
-    projections: q, k and v, or one that is joined. qk_norm: what a norm of q and k spans.
-    qk_kind: its arithmetic, None for the layers'. norm_after: it follows the rotation.
-    clip: the config's field for a limit on q, k and v. by_head: a joined projection has q, k and v of
-    head 0, then of head 1, .. position_scale: queries grow with the logarithm of their position.
-    gated: q has a gate for each head behind it. latent: keys and values of all heads come from one latent
-    (`kvant.models.fused.latent`), under DeepSeek's names. interleaved: the config's field that chooses
-    between the pairings.
+    projections: q, k and v, or one joined projection. qk_norm: what a norm of q and k spans. qk_kind: its
+    formula, None for that of the layers. norm_after: the norm follows the rotation. clip: the config's field
+    for a limit on q, k and v. by_head: a joined projection has q, k and v of head 0, then of head 1, ..
+    position_scale: queries grow with the logarithm of their position. gated: in q, each head is followed by
+    its gate. latent: keys and values of all heads come from one latent (`kvant.models.fused.latent`), with
+    DeepSeek's names. interleaved: the config's flag that chooses between the pairings.
     """
 
     module: str = "self_attn"
@@ -138,11 +137,11 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Names of a dense feed-forward module.
+    """Attribute names of a dense feed-forward module.
 
-    up: gate and up, one that is joined (gates first), or up alone where gated is False.
-    activation: transformers' default; field: the config's field that says another. own: the attribute
-    that is an activation with weights of its own.
+    up: gate and up, one joined projection (gates first), or only up if gated is False.
+    activation: transformers' default. field: the config's field that names another. own: the attribute
+    with an activation that has its own weights.
     """
 
     module: str = "mlp"
@@ -155,7 +154,7 @@ class FeedForward:
 
 
 class RouterKind(Enum):
-    """How scores of experts become weights."""
+    """How router logits become the weights of the chosen experts."""
 
     SOFTMAX_TOP_K = "softmax, top-k"
     TOP_K_SOFTMAX = "top-k, softmax"
@@ -164,18 +163,17 @@ class RouterKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Names and kinds of layers of experts; a layer without `experts` is dense.
+    """Attribute names and kinds of layers of experts; a layer without `experts` is dense.
 
-    router: the module with weight [E, H]. renormalise: weights are divided by their sum; a name is a
-    flag of the router or the block. rounded: weights take the model's dtype. wide: logits are computed
-    in float32. scale: a factor on weights. groups: numbers of groups and of chosen groups. grouped: the
-    router's attribute, and its value without which groups do not count. by_best: a group's score is
-    its best expert's. bias: a correction of scores in the choice.
-    transposed: weights are [E, in, out]. alternating: rows are gate 0, up 0, gate 1, ..; clamped: the
-    activation (up + 1) * gate * sigmoid(alpha * gate) of clamped numbers.
-    shared: the expert of all tokens, in the block or the layer, or the dense layer in place of a block that
-    is None; shared_gate: its gate;
-    shared_names: of its parts, where they are not those of dense layers.
+    router: the module with weight [E, H]. renormalise: weights are divided by their sum; a string names a
+    flag of the router or the block. rounded: weights take the model's dtype. wide: logits are computed in
+    float32. scale: attribute that multiplies weights. groups: attributes with the numbers of groups and of
+    chosen groups. grouped: the router's attribute, and the value that it must have for groups to count.
+    by_best: a group's score is its best expert's. bias: attribute with a correction of the scores that choose
+    experts. transposed: weights are [E, in, out]. alternating: rows are gate 0, up 0, gate 1, ..; clamped:
+    the activation is (up + 1) * gate * sigmoid(alpha * gate), of clamped numbers. shared: the expert of all
+    tokens, in the block or the layer; or the dense layer that replaces a block that is None. shared_gate: its
+    gate. shared_names: of its parts, if they differ from those of dense layers.
     """
 
     router: str = "gate"
@@ -201,11 +199,11 @@ class Mixture:
 class Recipe:
     """A family's forward.
 
-    module_class: name of the decoder's class in transformers, such as "LlamaModel". only: values
-    that a config may have in fields on which the computation depends; None stands for no field.
-    embed_scale: the decoder's attribute that multiplies embeddings. logits_divided, logits_times,
-    logits_cap: the config's fields. by_layer_type: angles are of the layer's type. partial: a rotation
-    may leave the end of a head alone. mixers: some layers mix tokens by a recurrence and do not attend.
+    module_class: name of the decoder's class in transformers, such as "LlamaModel". only: allowed values of
+    config fields on which the computation depends; None allows a missing field. embed_scale: the decoder's
+    attribute that multiplies embeddings. logits_divided, logits_times, logits_cap: the config's fields.
+    by_layer_type: rotary angles depend on the layer's type. partial: a rotation may leave the end of a head
+    unchanged. mixers: some layers have a recurrence instead of attention.
     """
 
     module_class: str
@@ -227,7 +225,7 @@ class Recipe:
 
     @property
     def is_plain(self) -> bool:
-        """Whether layers that attend are Llama's, up to biases, windows, gates and norms of heads.
+        """Whether layers with attention are Llama's, except for biases, windows, gates and norms of heads.
 
         Other layers, and layers of experts, are not looked at.
         """

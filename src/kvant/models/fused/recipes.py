@@ -75,7 +75,7 @@ _GEMMA2 = replace(
 )  # fmt: skip
 
 RECIPES: Mapping[str, Recipe] = {
-    # Llama's layers under other names, with biases, norms of heads or windows.
+    # Llama's layers with other names, biases, norms of heads or windows.
     "llama": _LLAMA,
     "mistral": replace(_LLAMA, module_class="MistralModel", only={"layer_types": (None,)}),
     "ministral": replace(_LLAMA, module_class="MinistralModel"),
@@ -122,7 +122,7 @@ RECIPES: Mapping[str, Recipe] = {
         ),
         embed_scale="embedding_multiplier", logits_times="logits_scaling",
     ),
-    # Norms in other places and of other kinds.
+    # Norms of other kinds and in other places.
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(
@@ -239,7 +239,7 @@ RECIPES: Mapping[str, Recipe] = {
             shared_names=FeedForward(up=("input_linear",), down="output_linear"),
         ),
     ),
-    # Layers that mix tokens by Mamba2 or a short convolution.
+    # Some layers have Mamba2 or a short convolution instead of attention.
     "granitemoehybrid": replace(
         _GRANITE_FAMILY, module_class="GraniteMoeHybridModel", mixers=True,
         attention=Attend(rotated=Rotated.NAMED),
@@ -322,5 +322,5 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def recipe_of(model_type: str) -> Recipe | None:
-    """The recipe of a family, None for one that runs through transformers' modules."""
+    """Returns the recipe of a family; None for a family that runs through transformers' modules."""
     return RECIPES.get(model_type)

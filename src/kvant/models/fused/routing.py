@@ -1,4 +1,4 @@
-"""How a token chooses its experts: facts of a family, and the choice in plain torch."""
+"""How a token chooses its experts: the family's parameters, and the choice in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _TINY = 1e-20
-"""What routers of sigmoids add to the sum that they divide by."""
+"""Sigmoid routers add this to the sum that they divide by."""
 
 
 class Scoring(Enum):
@@ -24,10 +24,10 @@ class Scoring(Enum):
 class Routing:
     """The router of a layer of experts.
 
-    top_k: experts of a token. renormalise: the weights of the chosen experts are divided by their sum.
+    top_k: experts per token. renormalise: the weights of the chosen experts are divided by their sum.
     rounded: the weights are rounded to the dtype of the tokens; float32 otherwise. wide: logits are
-    computed in float32. scale: factor on the weights. groups, top_groups: experts are chosen among
-    those of the best groups, by the sum of a group's `counted` best scores.
+    computed in float32. scale: multiplies the weights. groups, top_groups: experts are chosen inside the
+    top_groups best of `groups` groups, scored by the sum of a group's `counted` best scores.
     """
 
     num_experts: int
@@ -48,22 +48,22 @@ class Routing:
 
     @property
     def chooses_by_logits(self) -> bool:
-        """Whether the experts are those of the largest logits, and their weights a softmax's, scaled."""
+        """Whether the largest logits choose the experts, and a softmax, perhaps scaled, gives weights."""
         return self.scoring is not Scoring.SIGMOID and self.groups == self.top_groups
 
     @property
     def is_softmax(self) -> bool:
-        """Whether weights are a softmax's of logits in the tokens' dtype, and nothing else."""
+        """Whether weights are an unscaled softmax of logits in the tokens' dtype."""
         return self.chooses_by_logits and not self.wide and self.scale == 1.0
 
 
 def route(
     logits: Tensor, routing: Routing, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights and the ids (int64) of every token's experts, both [T, top_k].
+    """Returns the weights and the ids (int64) of every token's experts, both [T, top_k].
 
-    logits: [T, num_experts]. correction: [num_experts], added to scores in the choice alone.
-    Operations and dtypes are those of transformers' routers. With `wide`, weights are float32.
+    logits: [T, num_experts]. correction: [num_experts], added to the scores that choose experts, not to
+    weights. Operations and dtypes are those of transformers' routers. With `wide`, weights are float32.
     """
     if routing.scoring is Scoring.TOP_K_THEN_SOFTMAX:
         chosen, ids = torch.topk(logits, routing.top_k, dim=-1)
@@ -86,7 +86,7 @@ def route(
 
 
 def _of_best_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """choice [T, num_experts], minus infinity outside of a token's best groups."""
+    """Sets choice [T, num_experts] to minus infinity outside a token's best groups; returns a copy."""
     if routing.groups == routing.top_groups:
         return choice
     by_group = choice.view(-1, routing.groups, routing.num_experts // routing.groups)

@@ -1,6 +1,6 @@
-"""`ExpertKernels` for NVIDIA GPUs: how a layer of experts is cut into launches.
+"""`ExpertKernels` for NVIDIA GPUs: chooses kernels and tiles for a layer of experts.
 
-No launch depends on what the router chooses, so recorded steps replay with any choice.
+No launch depends on the router's choice, so CUDA graphs replay with any choice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvant.weights.format import WHOLE
 from kvant.weights.triton.product import layout
 
 MOST_FEW = 256
-"""Tokens up to which weights are the first operand of a product: memory bounds it, not arithmetic.
+"""Maximum number of tokens for products with weights as the first operand: memory is their bound.
 
 Measured for 128 experts of 2048 x 768 on an H200: 373 us against 448 with 256 tokens, 599 against 404
 with 512.
@@ -54,7 +54,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class FewTile:
-    """pairs of an expert at a time; rows and depth of a weight's tile; tiles in flight."""
+    """A tile of `few`.
+
+    pairs: of one expert at a time. rows, depth: of the weight. stages: tiles in flight.
+    """
 
     pairs: int
     rows: int = 64
@@ -65,7 +68,7 @@ class FewTile:
 
 @dataclass(frozen=True, slots=True)
 class ManyTile:
-    """pairs, rows and depth of a tile; tiles in flight. Gates and ups have `rows` rows each."""
+    """A tile of `many`. rows: of gates, and as many of ups. stages: tiles in flight."""
 
     pairs: int
     rows: int
@@ -76,7 +79,7 @@ class ManyTile:
 
 @dataclass(frozen=True, slots=True)
 class OneTile:
-    """rows of a weight that one program multiplies with a single row, and columns at a time."""
+    """A tile for a single row of x. rows: of the weight, per program. block: columns at a time."""
 
     rows: int
     block: int
@@ -85,25 +88,25 @@ class OneTile:
 
 _UPS = (FewTile(16, 128, 128, 3, 4),)
 _DOWNS = FewTile(16, 256, 64, 3, 8), FewTile(16, 128, 64, 4, 4)
-"""Large tiles of `few` for weights of 16 bits, largest first."""
+"""Large tiles of `few` for unquantised weights of 16 bits, largest first."""
 
 _LARGE_TILES = 160 << 10
-"""Bytes of shared memory that a program needs for them."""
+"""Bytes of shared memory that a program with a large tile needs."""
 
 _MOST_LARGE = 16
-"""Pairs at a time up to which they are used."""
+"""Maximum number of pairs at a time for large tiles."""
 
 _FEWEST_PROGRAMS = 4
-"""The fewest programs for each multiprocessor, since they take unlike times."""
+"""Minimum number of programs per multiprocessor, since programs take different times."""
 
 _FIXED_TILE = ManyTile(64, 64)
 _FIXED_NARROW = FewTile(64)
 
 
 class TritonExperts:
-    """float16, bfloat16 and float32.
+    """Experts in float16, bfloat16 and float32.
 
-    batch_invariant: a token's result does not depend on the tokens beside it: one tile for all steps.
+    batch_invariant: a token's result does not depend on other tokens; all steps then use one tile.
     """
 
     def __init__(self, device: torch.device, *, batch_invariant: bool = False) -> None:
@@ -114,11 +117,13 @@ class TritonExperts:
         self._options: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
 
     def apply(self, x: Tensor, logits: Tensor, experts: Experts) -> Tensor:
+        """Implements `ExpertKernels.apply`: x [T, H], logits [T, E] -> [T, H]."""
         if x.shape[0] == 0:
             return torch.empty_like(x)
         return self._apply(x, self.choose(logits, experts), experts)
 
     def apply_chosen(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """Implements `ExpertKernels.apply_chosen`: x [T, H], ids and weights [T, top_k] -> [T, H]."""
         if x.shape[0] == 0:
             return torch.empty_like(x)
         choice = Choice(ids.to(torch.int32).contiguous(), weights.to(torch.float32).contiguous())
@@ -136,14 +141,17 @@ class TritonExperts:
         return self.combine(multiply(x, choice, experts), x)
 
     def choose(self, logits: Tensor, experts: Experts) -> Choice:
-        """The experts of every token, logits [T, E], by any kind of routing."""
+        """Chooses the experts of every token by any kind of routing. logits: [T, E]."""
         if experts.routing.chooses_by_logits and experts.correction is None:
             return self.route(logits, experts.routing)[0]
         weights, ids = route(logits, experts.routing, experts.correction)
         return Choice(ids.to(torch.int32), weights.to(torch.float32))
 
     def begin(self, experts: Experts, dtype: torch.dtype, *, added: bool) -> None:
-        """Compile the CUDA kernels of narrow experts in other threads. added: sums go to the residual."""
+        """Starts compiling the CUDA kernels of narrow experts in other threads.
+
+        added: sums go to the residual.
+        """
         top_k = experts.routing.top_k
         alone = replace(_gated(experts), one=True, pairs=Pairs.ALONE)
         summed = Kind(one=True, added=added, pairs=Pairs.SUMMED, top_k=top_k)
@@ -169,7 +177,7 @@ class TritonExperts:
         norm_weight: Tensor | None = None,
         eps: float = 0.0,
     ) -> tuple[Choice, Tensor | None]:
-        """Choose the experts of every token, logits [T, E]; also return residual [T, H] normalised."""
+        """Chooses the experts of every token; normalises residual [T, H] too, if given. logits: [T, E]."""
         tokens = logits.shape[0]
         ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int32)
         weights = logits.new_empty(tokens, routing.top_k, dtype=torch.float32)
@@ -190,7 +198,7 @@ class TritonExperts:
     def one_gate_up(
         self, x: Tensor, choice: Choice, experts: Experts, tile: OneTile | None = None
     ) -> Tensor:
-        """x [T, H] -> [pairs, I]: every pair alone."""
+        """Computes activated gates and ups pair by pair: x [T, H] -> [pairs, I]."""
         weight, bias = experts.gate_up
         if isinstance(weight, NarrowStack):
             return self._listless(x, choice, experts, weight, bias)
@@ -214,7 +222,7 @@ class TritonExperts:
         residual: Tensor | None = None,
         tile: OneTile | None = None,
     ) -> Tensor:
-        """h [pairs, I] -> weighted sums [T, H]; with residual [T, H] added to it."""
+        """Computes weighted sums [T, H] of h [pairs, I] pair by pair; adds residual [T, H] if given."""
         weight, bias = experts.down
         if isinstance(weight, NarrowStack):
             beside = Beside(
@@ -248,7 +256,7 @@ class TritonExperts:
     def _listless(
         self, x: Tensor, choice: Choice, experts: Experts, weight: NarrowStack, bias: Tensor | None
     ) -> Tensor:
-        """`one_gate_up` of narrow weights that the CUDA kernel reads."""
+        """Implements `one_gate_up` for narrow weights that the CUDA kernel reads."""
         beside = Beside(ids=choice.ids, top_k=experts.routing.top_k, **_clamped(experts))
         kind = replace(_gated(experts), one=True, pairs=Pairs.ALONE)
         cut = warps_of_one(weight.whole.format, weight.shape[2])
@@ -261,9 +269,9 @@ class TritonExperts:
         experts: Experts,
         tiles: tuple[FewTile, FewTile] | None = None,
     ) -> Tensor:
-        """x [T, H] -> weighted results [pairs, H]: weights are the first operand.
+        """Computes weighted results [pairs, H] of x [T, H], with weights as the first operand.
 
-        tiles: of gate and up, and of down.
+        tiles: for gate and up, and for down; None chooses them.
         """
         count, most = experts.routing.num_experts, choice.ids.shape[0]
         lists = choice.ids.new_empty(count, most)
@@ -298,14 +306,17 @@ class TritonExperts:
         )
 
     def _largest(self, tiles: Sequence[FewTile], rows: int, experts: int) -> FewTile | None:
-        """Returns the first tile that cuts weights of these rows and experts into enough programs."""
+        """Returns the first tile that gives enough programs for weights of these rows and experts.
+
+        None if none does.
+        """
         enough = _FEWEST_PROGRAMS * self._processors
         return next((t for t in tiles if experts * triton.cdiv(rows, t.rows) >= enough), None)
 
     def _listed(
         self, x: Tensor, choice: Choice, experts: Experts, lists: Tensor, counts: Tensor
     ) -> Tensor:
-        """`few` of narrow weights by the CUDA kernel."""
+        """Implements `few` for narrow weights with the CUDA kernel."""
         beside = Beside(
             ids=choice.ids, shares=choice.weights, lists=lists, counts=counts,
             top_k=experts.routing.top_k, **_clamped(experts),
@@ -330,7 +341,7 @@ class TritonExperts:
         *,
         is_sorted: bool = False,
     ) -> Tensor:
-        """`few` of listed pairs; sorted: see `sort`."""
+        """Implements `few` for listed pairs. is_sorted: lists and counts come from `sort`."""
         h = x.new_empty(choice.pairs, experts.width)
         parts = x.new_empty(choice.pairs, x.shape[1])
         for kind, source, (weight, bias), out, tile in (
@@ -359,12 +370,15 @@ class TritonExperts:
         return parts
 
     def _sorted(self, x: Tensor, choice: Choice, experts: Experts, tile: FewTile) -> Tensor:
-        """`many` of narrow weights: they stay the first operand, and are decoded once for a tile."""
+        """Implements `many` for narrow weights.
+
+        They stay the first operand, and are decoded once per tile.
+        """
         order, ends = self.sort(choice, experts.routing)
         return self._few(x, choice, experts, order, ends, (tile, tile), is_sorted=True)
 
     def sort(self, choice: Choice, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Return all pairs by expert (int32 [pairs]) and where an expert's pairs end (int32 [E])."""
+        """Returns all pairs by expert, int32 [pairs], and the end of each expert's pairs, int32 [E]."""
         pairs, pad = choice.pairs, _padded(routing.num_experts)
         chunks = triton.cdiv(pairs, _CHUNK)
         partial = choice.ids.new_empty(chunks, pad)
@@ -389,9 +403,9 @@ class TritonExperts:
         experts: Experts,
         tiles: tuple[ManyTile, ManyTile] | None = None,
     ) -> Tensor:
-        """x [T, H] -> weighted results [pairs, H]: pairs are the first operand.
+        """Computes weighted results [pairs, H] of x [T, H], with pairs as the first operand.
 
-        tiles: of gate and up, and of down.
+        tiles: for gate and up, and for down; None chooses them.
         """
         if experts.is_narrow:
             return self._sorted(x, choice, experts, _narrow_tile(choice, experts))
@@ -419,7 +433,7 @@ class TritonExperts:
         return parts
 
     def combine(self, parts: Tensor, like: Tensor) -> Tensor:
-        """Sums [T, H] of weighted results [pairs, H], in the order of a token's experts."""
+        """Sums weighted results [pairs, H] in the order of a token's experts; returns [T, H]."""
         tokens, width = like.shape
         out = torch.empty_like(like)
         self._combine(parts, out, None, None, None, None, tokens, width)
@@ -428,7 +442,10 @@ class TritonExperts:
     def combine_stream(
         self, parts: Tensor, residual: Tensor, norm_weight: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the sums to residual [T, H]; also return it times norm_weight, and its squares [1, 64]."""
+        """Adds the sums of parts [pairs, H] to residual [T, H].
+
+        Returns the result, the result times norm_weight [H], and its sums of squares, float32 [1, 64].
+        """
         tokens, width = residual.shape
         assert tokens <= _STREAM_TOKENS
         out, weighted = torch.empty_like(residual), torch.empty_like(residual)
@@ -456,7 +473,7 @@ class TritonExperts:
 
 
 def is_single(choice: Choice, experts: Experts, dtype: torch.dtype) -> bool:
-    """Whether each pair is multiplied alone, the fastest way while few tokens share an expert.
+    """Whether each pair is multiplied separately, the fastest way while few tokens share an expert.
 
     Measured for 128 experts of 2048 x 768 and 8 tokens on an H200: 138 us against 150. Narrow weights have
     a kernel for it where CUDA C++ runs.
@@ -484,7 +501,7 @@ _NUMBERS = {
     "SCALE_N": 0, "SCALE_K": 0, "CODE": kernels.NUMBERS.value, "SHARE": 0, "SCALE": 0, "GROUP": 32,
     "BLOCK_ROWS": 1, "ZEROS": False, "PTX": False,
 }  # fmt: skip
-"""The layout of weights that are numbers."""
+"""The arguments of kernels that describe unquantised weights."""
 
 
 def _reads(experts: Experts, dtype: torch.dtype) -> bool:
@@ -508,7 +525,7 @@ def _clamped(experts: Experts) -> dict[str, Any]:
 
 
 def _narrow_depth(weight: NarrowStack, most: int) -> int:
-    """Columns of a tile: as many as divide a row's, and no less than a group."""
+    """Returns the columns of a tile: at most `most`, a divisor of the row length, at least a group."""
     fmt, columns = weight.whole.format, weight.shape[2]
     least = 32 if fmt.columns == WHOLE else max(32, fmt.columns)
     depth = most
@@ -518,7 +535,7 @@ def _narrow_depth(weight: NarrowStack, most: int) -> int:
 
 
 def _narrow_tile(choice: Choice, experts: Experts) -> FewTile:
-    """The tile for many pairs of an expert."""
+    """Returns the tile for experts with many pairs."""
     if choice.pairs <= 48 * experts.routing.num_experts:
         return FewTile(64, 128, stages=3, warps=8)
     return FewTile(128, 128, stages=3, warps=8)
@@ -529,18 +546,18 @@ def _ptx(x: Tensor) -> bool:
 
 
 def _precision(x: Tensor) -> str:
-    """float32 is multiplied as such, not as TF32."""
+    """Returns the precision of products: IEEE for float32, not TF32."""
     return "ieee" if x.dtype is torch.float32 else "tf32"
 
 
 def _few_tile(choice: Choice, experts: Experts) -> FewTile:
-    """As many pairs as an expert has on average, and half as many again."""
+    """Returns a tile for one and a half times the average number of pairs of an expert."""
     average = 1.5 * choice.pairs / experts.routing.num_experts
     return FewTile(min(64, max(16, int(triton.next_power_of_2(int(average))))))
 
 
 def _many_tiles(choice: Choice, experts: Experts) -> tuple[ManyTile, ManyTile]:
-    """Tiles of gate and up, and of down. Four stages gave 460 TFLOP/s on an H200, three 434."""
+    """Returns tiles of gate and up, and of down. Four stages gave 460 TFLOP/s on an H200, three 434."""
     if choice.pairs <= 96 * experts.routing.num_experts:
         return ManyTile(64, 128), ManyTile(64, 128, stages=4)
     return ManyTile(128, 128, stages=4), ManyTile(128, 256)

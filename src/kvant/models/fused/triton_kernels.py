@@ -22,7 +22,7 @@ _NONE, _RMS, _RMS_WIDE, _RMS_ONE, _LAYER, _LAYER_ONE = (
     tl.constexpr(i) for i in (-1, 0, 1, 2, 3, 4)
 )
 _EXACT, _BY_ROW, _BY_GROUP, _BY_SCALE = (tl.constexpr(i) for i in range(4))
-"""How a row is rounded to e4m3: not at all, by a scale of its own, of each GROUP numbers, or a given one."""
+"""How a row is rounded to e4m3: not at all, by a scale per row, a scale per GROUP numbers, a given scale."""
 _KINDS = {
     NormKind.RMS: _RMS, NormKind.RMS_WIDE: _RMS_WIDE, NormKind.RMS_ONE: _RMS_ONE,
     NormKind.LAYER: _LAYER, NormKind.LAYER_ONE: _LAYER_ONE,
@@ -33,11 +33,11 @@ ACTIVATIONS = {
     Activation.SILU: 0, Activation.GELU: 1, Activation.GELU_TANH: 2, Activation.RELU: 3,
     Activation.RELU_SQUARED: 4,
 }  # fmt: skip
-"""By which `activated` knows them."""
+"""Numbers of activations, as `activated` takes them."""
 
 
 class TritonKernels:
-    """float16, bfloat16 and float32 on a GPU. Kernels may start while the one before still runs."""
+    """`Kernels` in float16, bfloat16 and float32 on a GPU. A kernel may start while the previous one runs."""
 
     def __init__(self, device: torch.device) -> None:
         ahead = launches_ahead(device)
@@ -45,6 +45,7 @@ class TritonKernels:
         self._torch = TorchKernels()
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Implements `Kernels.norm`: x [T, width]."""
         if norm.weight is not None and norm.weight.ndim != 1:
             return self._torch.norm(x, norm)
         out = torch.empty_like(x)
@@ -60,6 +61,7 @@ class TritonKernels:
         before: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
+        """Implements `Kernels.add_norm`: x, residual [T, width]."""
         self._norm(x, residual, x, norm, before, factor, add=True)
         return (residual if norm is None else x), residual
 
@@ -73,6 +75,7 @@ class TritonKernels:
         before: Norm | None = None,
         factor: float = 1.0,
     ) -> tuple[RoundedRows, Tensor]:
+        """Implements `Kernels.add_norm_rounded`: x, residual [T, width]."""
         made = rounding.empty(x)
         self._norm(x, residual, x, norm, before, factor, add=True, rounded=(made, rounding))
         return made, residual
@@ -110,6 +113,7 @@ class TritonKernels:
         norms: QKNorms | None = None,
         pairing: Pairing = Pairing.HALVES,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Implements `Kernels.rotate`: qkv [T, (Hq + 2 Hkv) * head_dim]; cos, sin [T, R / 2]."""
         if norms is not None and not norms.of_heads:
             return self._torch.rotate(qkv, cos, sin, num_q_heads, num_kv_heads, norms, pairing)
         tokens = qkv.shape[0]
@@ -133,6 +137,7 @@ class TritonKernels:
     def rotate_latent(
         self, q: Tensor, row: Tensor, norm: Norm, cos: Tensor, sin: Tensor, pairing: Pairing
     ) -> tuple[Tensor, Tensor]:
+        """Implements `Kernels.rotate_latent`: q [T, heads, nope + R]; row [T, L + R]; cos, sin [T, R / 2]."""
         if norm.kind is not NormKind.RMS or norm.weight is None:
             return self._torch.rotate_latent(q, row, norm, cos, sin, pairing)
         tokens, heads, head = q.shape
@@ -149,6 +154,7 @@ class TritonKernels:
         return q, row
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
+        """Implements `Kernels.norm_whole`: qkv [T, ..]."""
         if qkv.shape[0]:
             widest = max(q_width, k_width)
             _norm_whole[(qkv.shape[0], 2)](
@@ -159,24 +165,29 @@ class TritonKernels:
         return qkv
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Implements `Kernels.gate`: gate_up [T, 2 * width]."""
         tokens, both = gate_up.shape
         return self._activate(gate_up, gate_up.new_empty(tokens, both // 2), activation, gated=True)
 
     def gate_rounded(
         self, gate_up: Tensor, activation: Activation, rounding: Rounding
     ) -> RoundedRows:
-        out = gate_up[:, : gate_up.shape[1] // 2]  # its shape only: nothing is written
+        """Implements `Kernels.gate_rounded`: gate_up [T, 2 * width]."""
+        out = gate_up[:, : gate_up.shape[1] // 2]  # used for its shape only: nothing is written
         made = rounding.empty(out)
         self._activate(gate_up, out, activation, gated=True, rounded=(made, rounding))
         return made
 
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """Implements `Kernels.activate`: x [T, width]."""
         return self._activate(x, torch.empty_like(x), activation, gated=False)
 
     def sigmoid(self, x: Tensor) -> Tensor:
+        """Implements `Kernels.sigmoid`: x [..]."""
         return torch.sigmoid(x)
 
     def gate_heads(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Implements `Kernels.gate_heads`: x [T, heads * head_dim]; gate [T, heads, head_dim]."""
         tokens, heads, width = gate.shape
         if tokens:
             _gate_heads[(tokens, heads)](
@@ -186,6 +197,7 @@ class TritonKernels:
         return x
 
     def tanh(self, x: Tensor) -> Tensor:
+        """Implements `Kernels.tanh`: x [..]."""
         return torch.tanh(x)
 
     def _activate(
@@ -198,7 +210,7 @@ class TritonKernels:
         rounded: tuple[RoundedRows, Rounding] | None = None,
     ) -> Tensor:
         tokens, width = out.shape
-        # The scale of a row needs its largest number, so one program has the whole row.
+        # A row's scale needs its largest number, so one program handles the whole row.
         whole = rounded is not None and rounded[1].is_by_row
         block = min(triton.next_power_of_2(width), 4096) if whole else 1024
         if tokens:
@@ -239,7 +251,7 @@ def _of(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, float]:
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
-    """An activation of x, float32, rounded to dtype and float32 again."""
+    """Applies an activation to x, float32; returns float32 numbers that were rounded to dtype."""
     if ACTIVATION == SILU:
         y = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == GELU:
@@ -259,16 +271,16 @@ def activated(x, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _loaded(pointer, at, mask):
-    """The numbers of a weight or a bias, float32.
+    """Loads the numbers of a weight or a bias as float32.
 
-    A caller passes None on by itself: Triton 3.6 compiles no function that returns None.
+    Callers handle None themselves: Triton 3.6 compiles no function that returns None.
     """
     return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _normed(x, w, b, mask, width, eps, KIND: tl.constexpr, dtype: tl.constexpr):
-    """A row x, float32 with zeros outside of mask, normalised; rounded to dtype, as float32.
+    """Normalises a row x, float32 with zeros outside mask; returns float32 numbers rounded to dtype.
 
     w, b: weight and bias, float32, or None.
     """
@@ -290,10 +302,10 @@ def _normed(x, w, b, mask, width, eps, KIND: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _store_rounded(y, codes, scales, row, first, WIDTH: tl.constexpr, PAD: tl.constexpr,
                    ROUND: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Store PAD numbers y, float32, of a row from column `first` on, as `weights.codecs.round_rows` rounds.
+    """Rounds PAD float32 numbers y of a row like `weights.codecs.round_rows`; stores them from column `first`.
 
-    codes: [T, WIDTH] e4m3. scales: [T, 1]; [T, WIDTH / GROUP] by group; [1], which is read, by scale. y is 0
-    outside of the row.
+    codes: [T, WIDTH] e4m3. scales: [T, 1] by row; [T, WIDTH / GROUP] by group; [1], an input, by scale. y is
+    0 outside the row.
     """
     c = first + tl.arange(0, PAD)
     if ROUND == _BY_GROUP:
@@ -322,9 +334,9 @@ def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, b
               WIDTH: tl.constexpr, PAD: tl.constexpr, ADD: tl.constexpr, FACTOR: tl.constexpr,
               KIND: tl.constexpr, BEFORE: tl.constexpr, ROUND: tl.constexpr, GROUP: tl.constexpr,
               AHEAD: tl.constexpr):  # fmt: skip
-    """Program: one row. Weights, which no kernel writes, are loaded before the wait.
+    """Program: one row. Weights, which no kernel writes, are loaded before waiting for the previous kernel.
 
-    The normalised row goes to `out`, or, where it is rounded, to codes and scales: see `_store_rounded`.
+    The normalised row goes to `out`, or, if it is rounded, to codes and scales: see `_store_rounded`.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -364,7 +376,7 @@ def _add_norm(x, residual, out, weight, bias, eps, before_weight, before_bias, b
 def _norm_whole(qkv, stride, q_weight, q_bias, k_weight, k_bias, eps,
                 Q_WIDTH: tl.constexpr, K_WIDTH: tl.constexpr, PAD: tl.constexpr,
                 KIND: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: all queries, or all keys, of one token; in place."""
+    """Program: normalises all queries, or all keys, of one token in place."""
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()
@@ -407,7 +419,7 @@ def _rotate(qkv, stride, cos, sin, q_weight, k_weight, eps,
             Q_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD: tl.constexpr, PAD: tl.constexpr,
             ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, KIND: tl.constexpr,
             AT_ONCE: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: AT_ONCE heads of one token; in place."""
+    """Program: normalises and rotates AT_ONCE heads of one token in place."""
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()
@@ -455,7 +467,10 @@ def _rotate(qkv, stride, cos, sin, q_weight, k_weight, eps,
 @triton.jit
 def _gated(x, token, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
            GATED: tl.constexpr):  # fmt: skip
-    """BLOCK activated numbers of a row from column `first` on: rounded to x's dtype, as float32; 0 behind."""
+    """Returns BLOCK activated numbers from column `first`, rounded to x's dtype, as float32.
+
+    0 past the row.
+    """
     c = first + tl.arange(0, BLOCK)
     mask = c < WIDTH
     row = 2 * WIDTH if GATED else WIDTH
@@ -470,9 +485,9 @@ def _gated(x, token, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION
 @triton.jit
 def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
           GATED: tl.constexpr, ROUND: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: BLOCK numbers of a row, to `out` or rounded: see `_store_rounded`.
+    """Program: activates BLOCK numbers of a row, to `out` or rounded: see `_store_rounded`.
 
-    Where a row's scale is its own, a program has the whole row. It reads it twice, the second time from a cache.
+    With a scale per row, a program handles the whole row and reads it twice, the second time from a cache.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -504,7 +519,7 @@ def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIV
 @triton.jit
 def _gate_heads(x, gate, gate_stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr,
                 PAD: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: a head of a token; in place. Rounded as a module's sigmoid and product are."""
+    """Program: gates one head of a token in place. Rounds where the module's sigmoid and product round."""
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()

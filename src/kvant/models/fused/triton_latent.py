@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _turn(at, cos, sin, mask, ROTARY: tl.constexpr, PAD: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Rotate ROTARY numbers of each row at `at` [rows, 1], in place. cos, sin: of the rows' token."""
+    """Rotates ROTARY numbers of each row at `at` [rows, 1], in place. cos, sin: of the rows' token."""
     HALF: tl.constexpr = ROTARY // 2
     i = tl.arange(0, PAD)
     inside = mask & (i < HALF)[None, :]
@@ -35,8 +35,8 @@ def rotate_latent(
 ):  # fmt: skip
     """Program (token, block of AT_ONCE heads), in place; the last block is the stored row.
 
-    q: [T, HEADS, HEAD], whose last ROTARY numbers turn; row: [T, LATENT + ROTARY]; both by the stride of
-    a token. weight: [LATENT]. cos, sin: [T, ROTARY / 2].
+    q: [T, HEADS, HEAD], whose last ROTARY numbers are rotated. row: [T, LATENT + ROTARY]. q_stride,
+    row_stride: numbers between two tokens. weight: [LATENT]. cos, sin: [T, ROTARY / 2].
     """
     if AHEAD:
         gdc_launch_dependents()

@@ -1,9 +1,9 @@
 """Matrix products in tiles of fixed numbers of rows.
 
-A library chooses a kernel, and with it an order of sums, by the number of rows. So a product runs in
-tiles whose number of rows was proved, on this machine and for this weight's shape,
-to give every row the same bits at any position and beside any rows. Rows that do not
-fill a tile are padded with zeros.
+A library chooses a kernel, and with it the order of sums, by the number of rows. So a product runs in tiles
+with a fixed number of rows. A proof on this machine, for this weight's shape, showed that the tile gives
+every row the same bits at any position and beside any rows. Rows that do not fill a tile are padded with
+zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from kvant.errors import NotServable, WayOut
 
 _TILES = {"cpu": (4, 8, 16, 32, 64, 128, 256), "cuda": (128, 256, 512, 1024, 2048)}
-"""Numbers of rows to try. The smallest costs a CPU hardly more than reading the weights. Larger ones
+"""Numbers of rows to try. On a CPU the smallest costs hardly more than reading the weights. Larger ones
 serve prompts, if they give the same bits as the smallest."""
 
 _ALIGNMENT = 64
@@ -27,7 +27,7 @@ _Key = tuple[object, ...]
 class TiledLinear:
     """`torch.nn.functional.linear` whose rows do not depend on each other.
 
-    Remembers the proofs by shape, dtype and number of threads.
+    Caches the proofs by device, dtype, shape and number of threads.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,10 @@ class TiledLinear:
         self._proved: dict[tuple[_Key, int, int], bool] = {}
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [.., in], weight [out, in], bias [out] or None -> [.., out]. NotServable as `prove`."""
+        """Returns x [.., in] times weight [out, in] plus bias [out]: [.., out].
+
+        Raises NotServable like `prove`.
+        """
         rows = x.reshape(-1, x.shape[-1])
         parts = []
         start = 0
@@ -51,7 +54,7 @@ class TiledLinear:
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def prove(self, weight: Tensor, bias: Tensor | None = None) -> int:
-        """Return the smallest tile for weight [out, in]. NotServable if no tile treats its rows alike.
+        """Returns the smallest tile for weight [out, in]. Raises NotServable if no tile treats rows alike.
 
         Prefers a tile whose bits the next larger tile reproduces, so that prompts can use larger ones.
         """
@@ -73,7 +76,7 @@ class TiledLinear:
         return self._base[key]
 
     def _tile(self, left: int, weight: Tensor, bias: Tensor | None) -> int:
-        """The tile for the next of `left` rows: one that they fill, or just do not."""
+        """Returns the tile for the next of `left` rows: the largest one filled to three quarters."""
         base = self.prove(weight, bias)
         for size in reversed(_TILES[weight.device.type]):
             if base < size and 3 * size <= 4 * left and self._is_proved(size, base, weight, bias):
@@ -81,7 +84,7 @@ class TiledLinear:
         return base
 
     def _is_proved(self, size: int, base: int, weight: Tensor, bias: Tensor | None) -> bool:
-        """Whether a tile of this size gives the bits of the smallest."""
+        """Whether a tile of this size gives the same bits as tiles of `base` rows."""
         key = _key(weight, bias), size, base
         if key not in self._proved:
             weight, bias = _stand_in(weight, bias)
@@ -92,16 +95,16 @@ class TiledLinear:
 
 
 def prove_all(linear: TiledLinear, module: nn.Module) -> None:
-    """Prove a tile for every linear layer of a module. NotServable as `TiledLinear.prove`."""
+    """Proves a tile for every linear layer of a module. Raises NotServable like `TiledLinear.prove`."""
     for part in module.modules():
         if type(part) is nn.Linear:
             linear.prove(part.weight, part.bias)
 
 
 def _rows_are_alike(size: int, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a row's result is the same in every place and beside other rows.
+    """Whether a row's result is the same at every position and beside other rows.
 
-    Moving all rows by one compares each place with the next one, so all of them with each other.
+    Moving all rows by one position compares each position with the next, so all of them with each other.
     """
     x, others = _numbers(size, weight, seed=0), _numbers(size, weight, seed=1)
     first = F.linear(x, weight, bias)
@@ -117,7 +120,7 @@ def _rows_are_alike(size: int, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _tile_of(rows: Tensor, size: int) -> Tensor:
-    """Rows with zeros behind them up to `size`, contiguous and aligned."""
+    """Returns rows [n, columns], contiguous and aligned, padded with zeros to `size` rows."""
     if len(rows) < size:
         return F.pad(rows, (0, 0, 0, size - len(rows)))
     rows = rows.contiguous()
@@ -125,10 +128,10 @@ def _tile_of(rows: Tensor, size: int) -> Tensor:
 
 
 def _stand_in(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A weight that betrays the order of sums: with `_numbers`, every product has its negative.
+    """Returns a weight whose products reveal the order of sums: with `_numbers`, every term has its negative.
 
-    Exact sums would be 0, so what comes out are roundings alone. With other numbers a result in 16
-    bits would hide nearly every difference between sums in float32.
+    Exact sums would be 0, so results consist of rounding errors alone. With other numbers a 16-bit result
+    would hide nearly every difference between float32 sums.
     """
     half, order = weight.shape[1] // 2, _order(weight.shape[1])
     generator = torch.Generator(weight.device).manual_seed(2)
@@ -149,12 +152,12 @@ def _numbers(rows: int, weight: Tensor, *, seed: int) -> Tensor:
 
 
 def _order(columns: int) -> Tensor:
-    """Where the columns that cancel each other stand: anywhere."""
+    """Returns a fixed random order of columns, so that terms that cancel are not neighbours."""
     return torch.randperm(columns, generator=torch.Generator().manual_seed(3))
 
 
 def _key(weight: Tensor, bias: Tensor | None) -> _Key:
-    """Everything a library may choose a kernel by, but the number of rows."""
+    """Returns everything by which a library may choose a kernel, except the number of rows."""
     return (
         weight.device,
         weight.dtype,

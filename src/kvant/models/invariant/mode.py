@@ -1,8 +1,8 @@
 """A forward through transformers' modules in which no row's result depends on the rows beside it.
 
-Every operation of torch passes here on its way. Matrix products run in fixed tiles, functions of single
-elements on whole vectors, and what is known to treat each row by itself runs as it is. Everything else
-is refused by name: nothing slips through unnoticed.
+The mode intercepts every torch operation. Matrix products run in fixed tiles, elementwise functions on whole
+vectors, and operations that are known to treat each row by itself run unchanged. Any other operation is
+refused by name.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _KEPT = """
     native_layer_norm
 """
 _AS_THEY_ARE = frozenset(_KEPT.split())
-"""Exact, or one row at a time in a way that its neighbours have no part in; by name without overload.
+"""Operations, without overloads, that are exact or compute each row independently of its neighbours.
 
-Counts (histc, cumsum, bincount) are of whole numbers here. index_add adds an expert's rows to those
-they came from, one expert after another.
+Counts (histc, cumsum, bincount) are of integers here. index_add adds an expert's rows to their tokens,
+one expert after another.
 """
 
 _FUNCTIONS = "silu gelu sigmoid tanh exp exp2 expm1 log log1p cos sin erf rsqrt softplus pow"
@@ -53,7 +53,7 @@ _SOFTMAX = frozenset(("_softmax", "_log_softmax"))
 
 
 class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active during a forward on a CPU. linear: where tiles and their proofs are kept."""
+    """Active during a forward on a CPU. linear: holds the tiles and their proofs."""
 
     def __init__(self, linear: TiledLinear, module: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -92,7 +92,7 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, operations run as they are. The mode must be the innermost one."""
+        """Inside, operations run unchanged. The mode must be the innermost one."""
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -100,7 +100,7 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.__enter__()  # type: ignore[no-untyped-call]
 
     def _mm(self, a: Tensor, b: Tensor) -> Tensor:
-        """Rows of a, [T, in], times b, [in, out]."""
+        """Multiplies the rows of a, [T, in], by b, [in, out]."""
         return self._linear(a, b.t())
 
     def _addmm(self, bias: Tensor, a: Tensor, b: Tensor, **factors: float) -> Tensor:
@@ -109,7 +109,7 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._linear(a, b.t(), bias)
 
     def _bmm(self, a: Tensor, b: Tensor) -> Tensor:
-        """One by one: a library may choose by the number of products, which may be that of tokens."""
+        """Multiplies pair by pair: a library may choose by their number, which may be that of tokens."""
         if a.shape[2] == 1:
             return a * b  # no sum: exact
         return torch.stack([self._linear(x, y.t()) for x, y in zip(a, b, strict=True)])
@@ -117,7 +117,7 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _grouped_mm(
         self, a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **others: object
     ) -> Tensor:
-        """Rows of a, [T, in], that belong to one expert after another, times b, [experts, in, out]."""
+        """Multiplies a, [T, in], whose rows are sorted by expert, by b, [experts, in, out]."""
         if bias is not None or a.ndim != 2 or b.ndim != 3:
             raise self._refusal("_grouped_mm of other shapes")
         out = a.new_zeros(a.shape[0], b.shape[2])
@@ -136,7 +136,10 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Over the last dimension torch goes row by row; over another one, one after the other."""
+        """Sums over one dimension: torch sums rows separately along the last one.
+
+        Along another dimension this adds one slice after the other.
+        """
         given = [dims] if isinstance(dims, int) else list(dims or ())
         if len(given) != 1:
             raise self._refusal("sum over several dimensions")
@@ -169,7 +172,7 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Paused:
-    """A backend that computes outside of the mode: it keeps the promise itself."""
+    """A backend that runs outside the mode, because it is batch-invariant itself."""
 
     def __init__(self, backend: AttentionBackend, mode: RowByRow) -> None:
         self.name = backend.name
@@ -177,9 +180,11 @@ class Paused:
         self._paused: Callable[[], AbstractContextManager[None]] = mode.paused
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
+        """Implements `AttentionBackend.write`: k, v [T, heads, head_dim]."""
         with self._paused():
             self._backend.write(cache, k, v, step)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """Implements `AttentionBackend.attend`: q [T, heads, head_dim]."""
         with self._paused():
             return self._backend.attend(cache, q, step, params)

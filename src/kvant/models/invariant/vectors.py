@@ -1,8 +1,8 @@
-"""Functions of single elements that do not depend on where an element stands.
+"""Elementwise functions whose result does not depend on an element's position.
 
-On a CPU torch computes most of a tensor with vector instructions and what is left at the end of each
-thread's share one by one, with another exp: SiLU of the same number differs in its last bit. Here
-only whole vectors are given to torch, and never enough for a second thread.
+On a CPU torch computes most of a tensor with vector instructions, and the elements at the end of each
+thread's share one by one, with another exp: SiLU of the same number differs in its last bit. Here torch
+gets whole vectors only, and never enough of them for a second thread.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _WHOLE = 64
-"""Elements; a multiple of what torch takes at once in any dtype, on any CPU."""
+"""Elements; a multiple of torch's vector width in any dtype, on any CPU."""
 
 _PIECE = 16384
-"""Elements for one thread; torch takes a second one from 32768 on."""
+"""Elements per call, for one thread; torch starts a second thread from 32768 on."""
 
 
 def by_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply an elementwise `function` to x [..], such that a result does not depend on its position.
+    """Applies an elementwise function to x [..], so that a result does not depend on its position.
 
-    function must be finite at 0.
+    The function must be finite at 0. Returns a new tensor [..].
     """
     if x.device.type != "cpu":
         return function(x)

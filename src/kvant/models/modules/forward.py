@@ -25,9 +25,9 @@ from kvant.models.sharding.divide import Group
 def make(
     module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice, group: Group | None = None
 ) -> ModuleForward:
-    """The forward of a loaded module. NotServable where no tile of rows is batch-invariant here.
+    """Builds the forward of a loaded module. Raises NotServable if no tile of rows is batch-invariant here.
 
-    group: unused, as the hooks of a divided module know it.
+    group: unused, because the hooks of a divided module already have it.
     """
     if not choice.batch_invariant:
         return ModuleForward(module)
@@ -37,7 +37,7 @@ def make(
 
 
 class ModuleForward:
-    """Calls the module as transformers does. mode: inside it no row depends on the rows beside it."""
+    """Calls the module as transformers does. mode: makes rows independent of each other; None without."""
 
     def __init__(self, module: PreTrainedModel, mode: RowByRow | None = None) -> None:
         self._module = module
@@ -54,12 +54,13 @@ class ModuleForward:
         return None
 
     def score(self, hidden: Tensor) -> Tensor:
+        """Implements `Forward.score`: hidden [n, hidden_size] -> logits [n, vocab_size]."""
         return apply_head(self._module, hidden)
 
     def run(
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int] = ()
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return logits [len(logits_index), vocab_size] and outputs of `layers`, each [T, hidden_size]."""
+        """Implements `Forward.run`: logits [n, vocab_size], and outputs [T, hidden_size] of `layers`."""
         mode = self._mode
         if mode is None:
             return self._call(input_ids, call, logits_index, layers)
@@ -87,10 +88,10 @@ class ModuleForward:
 
 @contextmanager
 def _tap(module: PreTrainedModel, wanted: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """Inside, the wanted decoder layers' outputs arrive in the dict, without the batch of one.
+    """Inside, the outputs of the wanted decoder layers arrive in the dict, without the batch dimension.
 
     transformers' own `output_hidden_states=[..]` means other layers in 5.17 than in 5.23, and
-    gives the last layer's output after the final norm. Other threads' forwards are left alone.
+    gives the last layer's output after the final norm. Forwards of other threads are ignored.
     """
     taps: dict[int, Tensor] = {}
     if not wanted:
@@ -101,7 +102,7 @@ def _tap(module: PreTrainedModel, wanted: Sequence[int]) -> Iterator[dict[int, T
     own = threading.get_ident()
 
     def keep(index: int, output: object) -> None:
-        if threading.get_ident() != own:  # a hook belongs to the layer and sees every thread
+        if threading.get_ident() != own:  # the hook is on the layer, so every thread calls it
             return
         first = output[0] if isinstance(output, tuple) else output
         assert isinstance(first, Tensor)

@@ -1,4 +1,4 @@
-"""What planning knows about the forward through transformers' own modules. No torch."""
+"""Facts for planning about the forward through transformers' own modules. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords that a few families of transformers do not hand from their forward to what mixes tokens."""
+"""Keywords that a few families of transformers do not pass from their forward to attention and mixers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LACKING: Mapping[str, tuple[str, ...]] = {
     "lfm2_moe": (_STEP,),
     "lfm2_vl": (_STEP,),
     "nemotron": (_STEP,),
-    "phimoe": (_WINDOW,),  # which it has in its mask alone
+    "phimoe": (_WINDOW,),  # its mask has the window, its attention call lacks it
     "stablelm": (_STEP,),
 }
-"""By model_type: what attention or a mixer of a family takes and its decoder layer does not pass."""
+"""By model_type: keywords that attention or a mixer needs and the family's decoder layer does not pass."""
 
 
 @contextmanager
 def handing_over(module: PreTrainedModel, step: object) -> Iterator[None]:
-    """Inside, this thread's forwards of `module` hand attention and mixers what the family leaves out."""
+    """Inside, this thread's forwards of `module` also pass these keywords to attention and mixers."""
     lacking = _LACKING.get(module.config.model_type, ())
     if not lacking:
         yield

@@ -1,7 +1,8 @@
 """The gated delta rule over prompts: two Triton launches for any number of sequences and chunks.
 
-The first computes what every chunk gives without knowing the state before it, all chunks at once. The second,
-`kernels.over_chunks`, passes from chunk to chunk. `scan` has the formulas and defines the results.
+The first launch computes all chunks at once, as far as they do not depend on the state before them. The
+second, `kernels.over_chunks`, passes the state from chunk to chunk. `scan` has the formulas and defines the
+results.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ def delta_chunks(
     mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Stored, packed: Packed,
     chunks: Chunks, key_heads: int, out: Tensor, *, strongest: float,
 ) -> None:  # fmt: skip
-    """The tokens in chunks through the gated delta rule, with its gates.
+    """Runs the gated delta rule, with its gates, over the tokens in chunks. Writes `out` and the states.
 
-    mixed: [T, channels], q, k and v behind the convolution. a, b: [T, heads], rows of any stride. a_log,
-    dt_bias, state, strongest: as in `kernels.delta_step`. out: [T, heads, values], of which the tokens in
-    chunks are set.
+    mixed: [T, channels], q, k and v after the convolution. a, b: [T, heads], rows of any stride. a_log,
+    dt_bias, state, strongest: as in `kernels.delta_step`. out: [T, heads, values]; only tokens in chunks are
+    written.
     """
     heads, values, keys = state.shape
     count, size = chunks.pieces.shape[1], chunks.size
@@ -51,16 +52,16 @@ def delta_chunks(
 
 
 def precision(x: Tensor) -> str:
-    """Precision of products over numbers that were computed from x [..]: as good as its own dtype."""
+    """Returns a precision for products of float32 numbers that were computed from x [..]."""
     return "tf32x3" if x.dtype is torch.float32 else "tf32"
 
 
 @triton.jit
 def _inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + lower, [SIZE, SIZE], of which entries on the diagonal and above are zeros.
+    """Returns the inverse of I + lower; lower: [SIZE, SIZE], zero on and above the diagonal.
 
-    Blocks on the diagonal row by row. With D their inverses and N what lies left of them, I + lower is
-    D^-1 (I + D N), and the fourth power of D N is zero.
+    Inverts the diagonal blocks row by row. With D these inverses and N the entries left of the blocks, I +
+    lower is D^-1 (I + D N), and the fourth power of D N is zero.
     """
     BLOCKS: tl.constexpr = SIZE // _PART
     tl.static_assert(BLOCKS <= 4)
@@ -88,7 +89,10 @@ def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias
                    HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                    SIZE: tl.constexpr, WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    """Program: a chunk of a head. pieces: [2, count] int64, first token and tokens of each chunk."""
+    """Program: one chunk of one head.
+
+    pieces: [2, count] int64, first token and number of tokens of each chunk.
+    """
     n = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     first = tl.load(pieces + n)

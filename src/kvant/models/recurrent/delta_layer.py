@@ -1,11 +1,11 @@
-"""A gated delta net or KDA between its matrix products, for one token of each sequence: one launch.
+"""A gated delta net or KDA between its matrix products, for one token of each sequence, in one launch.
 
-It convolves q, k and v, norms q and k, computes the gates, takes the step of the delta rule, norms the result
-and gates it. The state is read once and written once. `mixers.GatedDeltaNet` and `mixers.KimiDelta` define
-the results.
+The kernel convolves q, k and v, normalises q and k, computes the gates, applies the delta rule, and
+normalises and gates the result. It reads and writes the state once. `mixers.GatedDeltaNet` and
+`mixers.KimiDelta` define the results.
 
-A program has a key head and the heads that it serves, since the inputs of q and k that the convolution keeps
-must not be overwritten while another program reads them.
+A program handles a key head and all heads that it serves: another program must not read the convolution's
+stored inputs of q and k while this one overwrites them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvant.models.recurrent.kernels import softplus
 from kvant.models.recurrent.stored import Stored, load_state, store_state
 
 SIZE = 4
-"""Columns of a convolution's kernel."""
+"""Taps of a convolution's kernel."""
 
 _MOST = 128 * 128
-"""Numbers of a head's state that fit into a program's registers."""
+"""Maximum number of elements of a head's state in a program's registers."""
 
 
 def fits(state: Stored, kernel: int) -> bool:
-    """Whether `delta_layer` takes states of this shape and a convolution of this size."""
+    """Whether `delta_layer` takes states of this shape and a convolution with this many taps."""
     _, values, keys = state.shape
     return kernel == SIZE and triton.next_power_of_2(values) * triton.next_power_of_2(keys) <= _MOST
 
@@ -38,22 +38,21 @@ def delta_layer(
     a_log: Tensor, dt_bias: Tensor, norm_weight: Tensor, eps: float, conv: Tensor, state: Stored,
     rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float, by_key: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One token of each of n sequences.
+    """Runs one token of each of n sequences. Returns [n, heads * values] in qkv's dtype.
 
-    by_key: as in KDA, a and dt_bias are of every key of every head, and a sigmoid gates the result, which is
-    rounded once.
-    qkv: [n, channels], z: [n, heads * values], a, b: [n, heads], rows of any stride. conv_weight:
-    [channels, 4], contiguous. conv_bias: [channels] or None. a_log, dt_bias: [heads]. norm_weight: [values].
-    conv: [num_rows, 3, channels], rows of any stride, and state: [num_rows, heads, values, keys] as stored,
-    both updated. rows: [n] int64. starts: [n] int32, tokens before this one; a row whose start is not
-    positive is not read. strongest: as in `kernels.delta_step`. Returns [n, heads * values] in qkv's dtype.
+    qkv: [n, channels], z: [n, heads * values], a, b: [n, heads], rows of any stride. conv_weight: [channels,
+    4], contiguous. conv_bias: [channels] or None. a_log, dt_bias: [heads]. norm_weight: [values]. conv:
+    [num_rows, 3, channels], rows of any stride, and state: [num_rows, heads, values, keys] as stored; both
+    are updated in place. rows: [n] int64. starts: [n] int32, tokens before this one; a state whose start is
+    not positive is not read. strongest: as in `kernels.delta_step`. by_key: KDA, where a is [n, heads * keys]
+    and dt_bias [heads * keys], and a sigmoid gates the result, which is rounded once.
     """
     heads, values, keys = state.shape
     n = len(qkv)
     out = torch.empty(n, heads * values, dtype=qkv.dtype, device=qkv.device)
     wide = triton.next_power_of_2(values)
     is_few = n * key_heads <= multiprocessors(qkv.device)
-    # A whole head at once waits least; small tiles leave room for more programs, which fill the bandwidth.
+    # A whole head at a time waits least; small tiles allow more programs, which fill the bandwidth.
     block = wide if is_few else min(32, wide)
     ahead = launches_ahead(qkv.device)
     _delta_layer[(n, key_heads)](
@@ -69,7 +68,7 @@ def delta_layer(
 
 @triton.jit
 def history(kept, channels, c, old):
-    """The last three inputs of channels c, float32, oldest first; zeros outside of old."""
+    """Loads the last three inputs of channels c as float32, oldest first; zeros where not `old`."""
     first = tl.load(kept + c, mask=old, other=0.0).to(tl.float32)
     second = tl.load(kept + channels + c, mask=old, other=0.0).to(tl.float32)
     third = tl.load(kept + 2 * channels + c, mask=old, other=0.0).to(tl.float32)
@@ -78,7 +77,7 @@ def history(kept, channels, c, old):
 
 @triton.jit
 def convolved(first, second, third, newest, weight, bias, c, there, dtype: tl.constexpr):
-    """silu of the convolution of channels c, float32, rounded to dtype."""
+    """Returns silu of the convolution of channels c, rounded to dtype, as float32."""
     at = weight + c * 4
     total = first * tl.load(at, mask=there, other=0.0).to(tl.float32)
     total += second * tl.load(at + 1, mask=there, other=0.0).to(tl.float32)
@@ -91,7 +90,7 @@ def convolved(first, second, third, newest, weight, bias, c, there, dtype: tl.co
 
 @triton.jit
 def keep(kept, channels, c, there, second, third, newest):
-    """Store the last three inputs. Every thread has read its history before."""
+    """Stores the last three inputs, once every thread has read the previous ones."""
     stored: tl.constexpr = kept.dtype.element_ty
     tl.store(kept + c, second.to(stored), mask=there)
     tl.store(kept + channels + c, third.to(stored), mask=there)
@@ -100,7 +99,7 @@ def keep(kept, channels, c, there, second, third, newest):
 
 @triton.jit
 def _finished(o, gate, weight, eps, WIDTH: tl.constexpr, BY_KEY: tl.constexpr, dtype: tl.constexpr):
-    """A row o, float32, that is zero outside of it, normalised and gated as modules round it."""
+    """Normalises and gates a row o, float32, zero in its padding; rounds where modules round."""
     o = o * tl.rsqrt(tl.sum(o * o, 0) / WIDTH + eps)
     if BY_KEY:
         o = o * weight / (1.0 + tl.exp(-gate))
@@ -117,10 +116,9 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
                  HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                  WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
                  FORMAT: tl.constexpr, PTX: tl.constexpr, BY_KEY: tl.constexpr):  # fmt: skip
-    """Program: a sequence and a key head. BLOCK: values of a tile of the state.
+    """Program: one key head of one sequence. BLOCK: values in a tile of the state.
 
-    AHEAD: launched while the kernel before still runs, which writes no state: a first head is loaded
-    meanwhile.
+    AHEAD: starts while the previous kernel runs, which writes no state, and loads a first head.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -196,7 +194,7 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
                 o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, BY_KEY, dtype)
             tl.store(to + first + vv, o, mask=inside)
         if BLOCK != WIDE:
-            tl.debug_barrier()  # the head's tiles were stored by other threads
+            tl.debug_barrier()  # other threads stored the head's tiles
             cc = tl.arange(0, WIDE)
             there = cc < VALUES
             whole = tl.load(to + cc, mask=there, other=0.0).to(tl.float32)

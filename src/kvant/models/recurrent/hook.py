@@ -65,7 +65,10 @@ def run_mixer(
 
 
 def run_framed(mixer: Framed, projected: Tensor, call: StepCall, layer: int) -> Tensor:
-    """Runs `Framed.between`, the part of a mixer between its two products. Raises like `run_mixer`."""
+    """Runs `Framed.between`: projected [T, rows] -> [T, columns].
+
+    Raises EngineFault without planned states.
+    """
     return mixer.between(projected, _states(mixer, call, layer, F.linear))
 
 

@@ -1,7 +1,7 @@
 """Triton kernels of recurrent layers. One launch per layer for the convolution, one for the recurrence.
 
 They compute in float32 and read and write the states of a step's rows in place. A sequence whose `starts` is
-not positive begins here: its row is not read. Rows of states may have any stride. `conv` and `scan` define
+not positive is new: its state is not read. Rows of states may have any stride. `conv` and `scan` define
 the results.
 """
 
@@ -24,11 +24,11 @@ def conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
     *, silu: bool,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence through a causal convolution, as `conv.causal_conv` defines it.
+    """Runs one token of each sequence through a causal convolution, as `conv.causal_conv` defines it.
 
     x: [n, channels], rows of any stride. weight: [channels, kernel], contiguous. bias: [channels] or None.
-    state: [num_rows, kernel - 1, channels], updated. rows: [n] int64. starts: [n] int32, tokens before this
-    one. Returns [n, channels] in x's dtype.
+    state: [num_rows, kernel - 1, channels], updated in place. rows: [n] int64. starts: [n] int32, tokens
+    before this one. silu: apply x * sigmoid(x). Returns [n, channels] in x's dtype.
     """
     count, channels = x.shape
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
@@ -48,9 +48,9 @@ def short_conv(
     rows: Tensor,
     starts: Tensor,
 ) -> Tensor:
-    """One token of each sequence through a gated convolution: c * conv(b * x).
+    """Runs one token of each sequence through a gated convolution: c * conv(b * x). Returns [n, channels].
 
-    projected: [n, 3 channels], b, c and x, rows of any stride. The rest as in `conv_step`.
+    projected: [n, 3 * channels], b, c and x, rows of any stride. Other arguments: as in `conv_step`.
     """
     count, channels = len(projected), weight.shape[0]
     out = torch.empty(count, channels, dtype=projected.dtype, device=projected.device)
@@ -65,9 +65,10 @@ def conv_prompts(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
     owners: Tensor, cu_seqlens: Tensor, *, silu: bool, stored: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As `conv_step` for sequences of any length. x: [T, channels]. owners: [T] int32, each token's sequence.
+    """Implements `conv_step` for sequences of any length. x: [T, channels]. Returns [T, channels].
 
-    stored: a token sees the ones before it as the state stores them, however a sequence is cut into steps.
+    owners: [T] int32, each token's sequence. cu_seqlens: [n + 1] int32. stored: a token reads earlier inputs
+    as the state stores them, so results do not depend on how a sequence is cut into steps.
     """
     count, channels = x.shape
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
@@ -89,15 +90,15 @@ def delta_step(
     rows: Tensor, starts: Tensor, key_heads: int, *, strongest: float,
     singles: Tensor | None = None, out: Tensor | None = None, cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence through the gated delta rule, with its gates; with cu_seqlens any number.
+    """Runs the gated delta rule, with its gates, for one token of each sequence, or more with cu_seqlens.
 
-    mixed: [n, channels], q, k and v behind the convolution. a, b: [n, heads], rows of any stride: decay
-    e^(-exp(a_log) softplus(a + dt_bias)), strength `strongest` * sigmoid(b). a_log, dt_bias: [heads].
-    state: [num_rows, heads, values, keys] as stored, updated. rows: [n] int64. starts: [n] int32.
-    singles: [2, k] int64, the sequences that are meant, and their tokens of mixed; out is set there.
-    cu_seqlens: [n + 1] int32, offsets of the sequences' tokens, which run one after the other: the state is
-    rounded behind each of them, so results do not depend on where a sequence is cut. mixed, a and b then
-    have T rows. Returns [rows of mixed, heads, values] in mixed's dtype, or out.
+    mixed: [n, channels], q, k and v after the convolution. a, b: [n, heads], rows of any stride: decay
+    e^(-exp(a_log) softplus(a + dt_bias)), strength `strongest` * sigmoid(b). a_log, dt_bias: [heads]. state:
+    [num_rows, heads, values, keys] as stored, updated in place. rows: [n] int64. starts: [n] int32. singles:
+    [2, k] int64, the sequences to run and their tokens in mixed; only these tokens are written to out.
+    cu_seqlens: [n + 1] int32, offsets of the sequences' tokens. They run one after the other, and the state
+    is rounded after each, so results do not depend on where a sequence is cut; mixed, a and b then have T
+    rows. Returns [rows of mixed, heads, values] in mixed's dtype, or out.
     """
     heads, values, keys = state.shape
     if out is None:
@@ -115,12 +116,12 @@ def mamba_step(
     mixed: Tensor, dt: Tensor, a_log: Tensor, dt_bias: Tensor, d: Tensor, state: Stored, rows: Tensor,
     starts: Tensor, groups: int, limits: tuple[float, float], cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token of each sequence through Mamba2; with cu_seqlens any number.
+    """Runs Mamba2 for one token of each sequence, or more with cu_seqlens, with the skip by d.
 
-    mixed: [n, channels], x, B and C behind the convolution. dt: [n, heads], rows of any stride. a_log, dt_bias,
-    d: [heads]. limits: of softplus(dt + dt_bias). state: [num_rows, heads, values, keys] as stored, updated.
-    rows: [n] int64. starts: [n] int32. cu_seqlens: as in `delta_step`. Returns [rows of mixed, heads, values]
-    in mixed's dtype, with the skip by d.
+    mixed: [n, channels], x, B and C after the convolution. dt: [n, heads], rows of any stride. a_log,
+    dt_bias, d: [heads]. limits: clamp softplus(dt + dt_bias). state: [num_rows, heads, values, keys] as
+    stored, updated in place. rows: [n] int64. starts: [n] int32. cu_seqlens: as in `delta_step`. Returns
+    [rows of mixed, heads, values] in mixed's dtype.
     """
     heads, values, _ = state.shape
     out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
@@ -133,12 +134,12 @@ def mamba_step(
 
 
 def _tile(values: int, cu_seqlens: Tensor | None) -> int:
-    """Values of a program: few where it passes over many tokens, so that no warp waits for another."""
+    """Returns the values per program: few if it loops over many tokens, so that no warp waits for another."""
     return min(32 if cu_seqlens is None else 8, triton.next_power_of_2(values))
 
 
 def _tiling(state: Stored, cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """Constants of the kernels of one token. With cu_seqlens, they are the same for every step."""
+    """Returns constants of the one-token kernels. With cu_seqlens they do not depend on the step."""
     _, values, keys = state.shape
     return {
         "WIDE": triton.next_power_of_2(keys),
@@ -149,7 +150,7 @@ def _tiling(state: Stored, cu_seqlens: Tensor | None) -> dict[str, Any]:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of rows, then times silu(gate), rounded as transformers' gated norms of Qwen round.
+    """Returns the RMS norm of rows times silu(gate), rounded as transformers' gated norms of Qwen round.
 
     x: [n, width], contiguous. gate: [m, n / m * width], rows of any stride. weight: [width].
     Returns [n, width] in x's dtype.
@@ -167,12 +168,12 @@ def over_chunks(
     q: Tensor, k: Tensor, v: Tensor, moved: Tensor | None, scores: Tensor, whole: Tensor, state: Stored,
     rows: Tensor, starts: Tensor, chunks: Chunks, out: Tensor, *, precision: str = "tf32x3",
 ) -> None:  # fmt: skip
-    """The passage from chunk to chunk of `scan.in_chunks`, for all sequences in one launch.
+    """Passes states from chunk to chunk as `scan` does, for all sequences in one launch.
 
-    q, k, moved: [chunks, heads, size, keys], v: [chunks, heads, size, values], scores: [chunks, heads, size,
-    size], all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. state: [num_rows,
-    heads, values, keys] as stored, updated. rows: [n] int64. starts: [n] int32. out: [T, heads, values], of which the
-    tokens in chunks are set. precision: of the products.
+    q, k, moved: [chunks, heads, size, keys]; v: [chunks, heads, size, values]; scores: [chunks, heads, size,
+    size]; all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. state:
+    [num_rows, heads, values, keys] as stored, updated in place. rows: [n] int64. starts: [n] int32. out: [T,
+    heads, values]; only tokens in chunks are written. precision: of the products.
     """
     heads, values, keys = state.shape
     size = q.shape[2]
@@ -200,7 +201,7 @@ def softplus(x):
 @triton.jit
 def _conv_step(x, x_stride, weight, bias, state, state_stride, rows, starts, out, channels,
                SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK channels of a sequence."""
+    """Program: BLOCK channels of one sequence."""
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < channels
@@ -223,7 +224,7 @@ def _conv_step(x, x_stride, weight, bias, state, state_stride, rows, starts, out
 @triton.jit
 def _short_conv(projected, stride, weight, bias, state, state_stride, rows, starts, out, channels, SIZE: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK channels of a sequence. Products are rounded as modules round them."""
+    """Program: BLOCK channels of one sequence. Rounds products where modules round them."""
     dtype: tl.constexpr = out.dtype.element_ty
     i = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -252,7 +253,7 @@ def _short_conv(projected, stride, weight, bias, state, state_stride, rows, star
 def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, owners, cu_seqlens, out, channels,
                   SIZE: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK channels of a token."""
+    """Program: BLOCK channels of one token."""
     t = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < channels
@@ -280,7 +281,7 @@ def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, 
 @triton.jit
 def _keep_last(x, x_stride, state, state_stride, rows, starts, cu_seqlens, channels,
                SIZE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK channels of a sequence. What moves to an earlier place is read before it is overwritten."""
+    """Program: BLOCK channels of one sequence. Reads all inputs that move before it overwrites any."""
     i = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = c < channels
@@ -305,7 +306,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, w
                 HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                 WIDE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
                 PTX: tl.constexpr):  # fmt: skip
-    """Program: BLOCK values of a head of a sequence."""
+    """Program: BLOCK values of one head of one sequence."""
     first = tl.program_id(0).to(tl.int64)
     place = first
     if singles is not None:
@@ -360,7 +361,7 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, words, co
                 PER_GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDE: tl.constexpr,
                 BLOCK: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
                 PTX: tl.constexpr):  # fmt: skip
-    """Program: BLOCK values of a head of a sequence."""
+    """Program: BLOCK values of one head of one sequence."""
     first = tl.program_id(0).to(tl.int64)
     place, end = first, first + 1
     if cu_seqlens is not None:
@@ -406,7 +407,7 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, words, co
 @triton.jit
 def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDTH: tl.constexpr,
                 WIDE: tl.constexpr):  # fmt: skip
-    """Program: a row."""
+    """Program: one row."""
     i = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, WIDE)
     there = c < WIDTH
@@ -426,7 +427,10 @@ def _over_chunks(q, k, v, moved, scores, whole, words, codes, scales, bits, stat
                  rows, starts, bounds, pieces, out, count, num_chunks, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
                  FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """Program: BLOCK values of a head of a sequence, chunk after chunk. The state is held as [keys, values]."""
+    """Program: BLOCK values of one head of one sequence, chunk after chunk.
+
+    It holds the state as [keys, values].
+    """
     i = tl.program_id(0)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)

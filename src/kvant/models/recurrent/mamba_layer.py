@@ -1,7 +1,7 @@
-"""Mamba2 between its two matrix products, for one token of each sequence: two Triton launches.
+"""Mamba2 between its two matrix products, for one token of each sequence, in two Triton launches.
 
-The first convolves, takes the step and adds the skip: a program has a head, and the heads of a group read the
-same inputs of B and C that the convolution keeps. So the second moves these, beside the gated norm.
+The first launch convolves, updates the state and adds the skip. A program handles one head, and the heads of
+a group read the same stored inputs of B and C. So only the second launch, with the gated norm, updates those.
 `mixers.Mamba2` defines the results.
 """
 
@@ -24,10 +24,10 @@ _CHANNELS = 512
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """What follows the skip. weight: [width] of a root-mean-square norm over `group` numbers; None for none.
+    """The gate and norm after the skip.
 
-    gate_first: the gate multiplies before the norm. rounded: the normalised numbers are rounded before the
-    weight multiplies them.
+    weight: [width], of an RMS norm over `group` numbers; None for no norm. gate_first: the gate multiplies
+    before the norm. rounded: the normalised numbers are rounded before the weight multiplies them.
     """
 
     weight: Tensor | None
@@ -42,13 +42,13 @@ def mamba_layer(
     dt_bias: Tensor, d: Tensor, conv: Tensor, state: Stored, rows: Tensor, starts: Tensor, groups: int,
     limits: tuple[float, float], finish: Finish,
 ) -> Tensor:  # fmt: skip
-    """One token of each of n sequences.
+    """Runs one token of each of n sequences. Returns [n, heads * values] in inner's dtype.
 
-    gate: [n, heads * values], inner: [n, channels], x, B and C; dt: [n, heads]; rows of one stride each.
+    gate: [n, heads * values]; inner: [n, channels], x, B and C; dt: [n, heads]; each with one stride per row.
     conv_weight: [channels, 4], contiguous. conv_bias: [channels] or None. a_log, dt_bias, d: [heads]. conv:
-    [num_rows, 3, channels], rows of any stride, and state: [num_rows, heads, values, keys] as stored, both
-    updated. rows: [n] int64. starts: [n] int32, tokens before this one; a row whose start is not positive is
-    not read. limits: of softplus(dt + dt_bias). Returns [n, heads * values] in inner's dtype.
+    [num_rows, 3, channels], rows of any stride, and state: [num_rows, heads, values, keys] as stored; both
+    are updated in place. rows: [n] int64. starts: [n] int32, tokens before this one; a state whose start is
+    not positive is not read. limits: clamp softplus(dt + dt_bias).
     """
     heads, values, keys = state.shape
     n, channels = inner.shape
@@ -70,7 +70,7 @@ def mamba_layer(
 
 
 def mamba_finish(out: Tensor, gate: Tensor, finish: Finish) -> None:
-    """Gate and norm out [T, width], contiguous, in place. gate: [T, width], rows of one stride."""
+    """Gates and normalises out [T, width], contiguous, in place. gate: [T, width], rows of one stride."""
     count, width = out.shape
     norms = triton.cdiv(width, finish.group)
     _mamba_finish[(count, norms)](
@@ -92,7 +92,7 @@ def _mamba_layer(inner, inner_stride, dt, dt_stride, conv_weight, conv_bias, a_l
                  HEADS: tl.constexpr, PER_GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                  WIDE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
                  PTX: tl.constexpr):  # fmt: skip
-    """Program: BLOCK values of a head of a sequence."""
+    """Program: BLOCK values of one head of one sequence."""
     dtype: tl.constexpr = out.dtype.element_ty
     width: tl.constexpr = HEADS * VALUES
     channels: tl.constexpr = width + 2 * (HEADS // PER_GROUP) * KEYS
@@ -134,7 +134,7 @@ def _mamba_layer(inner, inner_stride, dt, dt_stride, conv_weight, conv_bias, a_l
 def _mamba_finish(out, gate, gate_stride, weight, eps, inner, inner_stride, conv, conv_stride, rows, starts, channels,
                   norms, WIDTH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, GATE_FIRST: tl.constexpr,
                   ROUNDED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Program: a sequence, and a group of its norm, or BLOCK channels of the inputs that are kept."""
+    """Program: one sequence, and either one group of its norm or BLOCK channels of the stored inputs."""
     dtype: tl.constexpr = out.dtype.element_ty
     i = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1)

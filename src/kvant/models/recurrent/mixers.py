@@ -1,6 +1,6 @@
-"""The mixers of transformers that carry states, by class: which states they keep, and their arithmetic.
+"""Kvant's mixers for modules of transformers with recurrent states, by class: their states and arithmetic.
 
-Each works on packed tokens [T, hidden] with the weights, projections and norms of transformers' module.
+Each mixer runs packed tokens [T, hidden] with the weights, projections and norms of transformers' module.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """The states of one layer for one step. recurrent: None for a layer that only convolves.
+    """The states of one layer for one step. recurrent: None for a layer with a convolution only.
 
-    multiply: x [T, columns], weight [rows, columns] and bias [rows] or None -> [T, rows].
+    multiply: computes x [T, columns] times weight [rows, columns] plus bias [rows] or None: [T, rows].
     """
 
     packed: Packed
@@ -40,23 +40,23 @@ class LayerStates:
 
 
 class Mixer(Protocol):
-    """One layer's mixer."""
+    """Runs one layer with recurrent states."""
 
     @property
     def states(self) -> tuple[StateGeometry, ...]:
-        """What it keeps for each sequence."""
+        """The states that the layer keeps for each sequence."""
         ...
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
-        """[T, hidden] -> [T, hidden]; reads and writes the states."""
+        """Runs the layer: x [T, hidden] -> [T, hidden]. Reads and updates the states."""
         ...
 
 
 @runtime_checkable
 class Framed(Mixer, Protocol):
-    """A mixer that begins and ends with one matrix product, where `is_framed` says so.
+    """A mixer that begins and ends with one matrix product, if `is_framed` is true.
 
-    entry: [rows, hidden], exit: [hidden, columns].
+    entry: weight [rows, hidden] of the first product. exit: weight [hidden, columns] of the last.
     """
 
     @property
@@ -69,7 +69,7 @@ class Framed(Mixer, Protocol):
     def exit(self) -> Tensor: ...
 
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
-        """[T, rows] -> [T, columns]; reads and writes the states."""
+        """Runs what lies between the products: [T, rows] -> [T, columns]. Reads and updates the states."""
         ...
 
 
@@ -82,11 +82,11 @@ _NORMS_OF_QWEN = frozenset(
 _ROUNDING_NORMS = frozenset(
     {"BambaRMSNormGated", "GraniteMoeHybridRMSNormGated", "NemotronHRMSNormGated"}
 )
-"""Norms of Mamba2 that gate first, and round normalised numbers before their weight multiplies them."""
+"""Norms of Mamba2 that gate first, and round normalised numbers before the weight multiplies them."""
 
 
 _WIDEST = 128
-"""Keys and values of a head that `delta_chunks` takes: its programs hold a chunk of them."""
+"""Maximum number of keys, and of values, of a head in `delta_chunks`: its programs hold a chunk of them."""
 
 
 def _conv_state(kernel: int, channels: int) -> StateGeometry:
@@ -98,7 +98,7 @@ def _recurrent_state(heads: int, values: int, keys: int) -> StateGeometry:
 
 
 def _project(x: Tensor, layer: Any, states: LayerStates) -> Tensor:
-    """A linear layer of x [T, columns], by the step's product if its weight is numbers."""
+    """Applies a linear layer to x [T, columns], by the step's product if its weight is unquantised."""
     if type(layer) is nn.Linear:
         return states.multiply(x, layer.weight, layer.bias)
     found: Tensor = layer(x)
@@ -106,13 +106,13 @@ def _project(x: Tensor, layer: Any, states: LayerStates) -> Tensor:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Rows of length one, as the gated delta rule wants its queries and keys; in float32 or wider."""
+    """Scales rows to length one, which the gated delta rule needs for q and k; in float32 or wider."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 class _DeltaRule:
-    """What gated delta nets and KDA share: a convolution over q, k and v, and the delta rule."""
+    """Base of gated delta nets and KDA: a convolution over q, k and v, and the delta rule."""
 
     def __init__(self, module: Any, key_heads: int, heads: int, keys: int, values: int) -> None:
         self.module = module
@@ -127,7 +127,7 @@ class _DeltaRule:
         )
 
     def convolve(self, qkv: Tensor, states: LayerStates) -> Tensor:
-        """[T, channels] -> [T, channels]."""
+        """Convolves qkv [T, channels] and updates the states; returns [T, channels]."""
         assert states.conv is not None
         conv = self.module.conv1d
         return causal_conv(qkv, conv.weight[:, 0], conv.bias, states.conv, states.packed, silu=True)
@@ -135,9 +135,10 @@ class _DeltaRule:
     def delta(
         self, mixed: Tensor, g: Tensor, beta: Tensor, states: LayerStates, *, singles: bool = True
     ) -> Tensor:
-        """mixed: [T, channels] behind the convolution. Returns [T, heads, values] in its dtype.
+        """Runs the delta rule over mixed [T, channels], the convolution's result; returns [T, heads, values].
 
-        singles: as in `scan`.
+        g: [T, heads] or [T, heads, keys], logarithms of decays. beta: [T, heads]. singles: as in `scan`. The
+        result has mixed's dtype.
         """
         assert states.recurrent is not None
         width = self.key_heads * self.keys
@@ -151,7 +152,7 @@ class _DeltaRule:
 
 
 class GatedDeltaNet(_DeltaRule):
-    """Qwen3-Next's, Qwen3.5's and OLMo-Hybrid's; they differ in how they project."""
+    """The gated delta nets of Qwen3-Next, Qwen3.5 and OLMo-Hybrid, which differ in their projections."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(
@@ -160,6 +161,7 @@ class GatedDeltaNet(_DeltaRule):
         self._joined: Tensor | None = None
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Mixer.run`: x [T, hidden] -> [T, hidden]."""
         m = self.module
         if self._joined is not None or (self.is_framed and x.device.type != "cpu"):
             inner = self.between(states.multiply(x, self.entry, None), states)
@@ -169,7 +171,7 @@ class GatedDeltaNet(_DeltaRule):
 
     @property
     def is_framed(self) -> bool:
-        """Whether its projections can be joined: numbers without biases, in a module of Qwen3.5."""
+        """Whether the projections can be joined: unquantised without biases, in a module of Qwen3.5."""
         m = self.module
         if not hasattr(m, "in_proj_qkv"):
             return False
@@ -177,30 +179,31 @@ class GatedDeltaNet(_DeltaRule):
 
     @property
     def entry(self) -> Tensor:
-        """[channels + heads * values + 2 heads, hidden]."""
+        """Weight [channels + heads * values + 2 * heads, hidden] of the first projections, joined on use."""
         if self._joined is None:
             self._joined = _join(self._parts)
         return self._joined
 
     @property
     def exit(self) -> Tensor:
-        """[hidden, heads * values]."""
+        """Weight [hidden, heads * values] of the last projection."""
         weight: Tensor = self.module.out_proj.weight
         return weight
 
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Framed.between`: projected [T, rows of `entry`] -> [T, heads * values]."""
         qkv, z, b, a = torch.split(projected, self.sizes, 1)
         return self._between(qkv, z, b, a, states)
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of `entry`: of the convolution's inputs, of the gate, of b and of a."""
+        """Rows of `entry` for the convolution's inputs, the gate, b and a."""
         wide = self.heads * self.values
         return [2 * self.key_heads * self.keys + wide, wide, self.heads, self.heads]
 
     @property
     def is_joinable(self) -> bool:
-        """Whether `join` gives one product for its projections: a module of Qwen3.5 or Qwen3-Next."""
+        """Whether `join` works: the module is of Qwen3.5 or Qwen3-Next, unquantised, without biases."""
         m = self.module
         if not hasattr(m, "in_proj_qkvz"):
             return self.is_framed
@@ -208,9 +211,10 @@ class GatedDeltaNet(_DeltaRule):
         return all(type(x) is nn.Linear and x.bias is None for x in parts)
 
     def join(self) -> int:
-        """Have `entry` from now on. Returns the bytes of it that the module's own weights are no part of.
+        """Joins the projections into `entry`. Returns the bytes that this adds to the module's own weights.
 
-        Qwen3-Next has rows of all kinds by key head: they change places, and the module loses its own.
+        Qwen3-Next stores rows of all kinds by key head. They are reordered, and the module's own weights
+        emptied.
         """
         m = self.module
         if hasattr(m, "in_proj_qkvz") and self._joined is None:
@@ -231,7 +235,7 @@ class GatedDeltaNet(_DeltaRule):
         return m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a
 
     def _between(self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, states: LayerStates) -> Tensor:
-        """What lies between the two products: `_project`'s results -> [T, heads * values]."""
+        """Runs what lies between the products, from the results of `_project` to [T, heads * values]."""
         m, conv, recurrent = self.module, states.conv, states.recurrent
         assert conv is not None
         assert recurrent is not None
@@ -264,7 +268,7 @@ class GatedDeltaNet(_DeltaRule):
         return 2.0 if getattr(self.module, "allow_neg_eigval", False) else 1.0
 
     def _recur(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
-        """The delta rule with its gates: a, b [T, heads] -> [T, heads, values]."""
+        """Runs the delta rule with its gates: a, b [T, heads] -> [T, heads, values]."""
 
         def run(some: Sequence[Tensor], cache: StateCache, packed: Packed) -> Tensor:
             mixed, a, b = some
@@ -274,7 +278,7 @@ class GatedDeltaNet(_DeltaRule):
         return in_turns(run, (mixed, a, b), states.recurrent, states.packed)
 
     def _recurred(self, mixed: Tensor, a: Tensor, b: Tensor, states: LayerStates) -> Tensor:
-        """`_recur` of a step without drafts."""
+        """Implements `_recur` for a step without drafts."""
         m, packed, cache = self.module, states.packed, states.recurrent
         assert cache is not None
         strongest, kernels = self.strongest, takes_kernels(mixed, cache)
@@ -314,7 +318,7 @@ class GatedDeltaNet(_DeltaRule):
         )  # fmt: skip
 
     def _project(self, x: Tensor, states: LayerStates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Inputs of the convolution [T, channels], the gate, and b and a [T, heads]."""
+        """Returns inputs of the convolution [T, channels], gate [T, heads * values], b and a [T, heads]."""
         m = self.module
         if hasattr(m, "in_proj_qkv"):
             qkv, z, b, a = (_project(x, part, states) for part in self._parts)
@@ -327,7 +331,7 @@ class GatedDeltaNet(_DeltaRule):
         return qkv, z, b, a
 
     def _apart(self, mixed: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`_project` of what the two projections of Qwen3-Next give, which stands by key head."""
+        """Returns the results of `_project` for Qwen3-Next, whose two projections are sorted by key head."""
         per_key = self.heads // self.key_heads
         by_head = mixed.view(len(mixed), self.key_heads, -1)
         wide = per_key * self.values
@@ -338,13 +342,14 @@ class GatedDeltaNet(_DeltaRule):
 
 
 class KimiDelta(_DeltaRule):
-    """Kimi's delta attention (KDA), in which each key decays by itself."""
+    """Kimi's delta attention (KDA), in which each key has its own decay."""
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, *(module.num_heads,) * 2, *(module.head_dim,) * 2)
         self._joined: Tensor | None = None
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Mixer.run`: x [T, hidden] -> [T, hidden]."""
         m, assembled = self.module, self._step(x, states)
         if assembled is None:
             qkv = torch.cat([m.q_proj(x), m.k_proj(x), m.v_proj(x)], 1)
@@ -357,7 +362,10 @@ class KimiDelta(_DeltaRule):
         return found
 
     def _step(self, x: Tensor, states: LayerStates) -> Tensor | None:
-        """What `o_proj` takes, [T, heads * values], by one kernel; None where it does not serve the step."""
+        """Returns the input of `o_proj`, [T, heads * values], from one kernel.
+
+        None if it cannot run this step.
+        """
         m, conv, recurrent = self.module, states.conv, states.recurrent
         assert conv is not None
         assert recurrent is not None
@@ -388,7 +396,7 @@ class KimiDelta(_DeltaRule):
 
 
 def _join(parts: Sequence[nn.Linear]) -> Tensor:
-    """One weight [sum of outputs, inputs] for layers without bias, whose own weights become parts of it."""
+    """Joins the weights of layers without bias into [sum of outputs, inputs]; their weights become views."""
     joined = torch.cat([part.weight.data for part in parts])
     first = 0
     for part in parts:
@@ -398,26 +406,26 @@ def _join(parts: Sequence[nn.Linear]) -> Tensor:
 
 
 class _Projected:
-    """What mixers share whose module has one projection in and one out, `in_proj` and `out_proj`."""
+    """Base of mixers whose module has one projection in and one out, `in_proj` and `out_proj`."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     @property
     def entry(self) -> Tensor:
-        """Weight [outputs, hidden] of the first product; its outputs are what `between` takes."""
+        """Weight [outputs, hidden] of the first product, which computes the input of `between`."""
         weight: Tensor = self.module.in_proj.weight
         return weight
 
     @property
     def exit(self) -> Tensor:
-        """Weight [hidden, inputs] of the last product; its inputs are what `between` returns."""
+        """Weight [hidden, inputs] of the last product, which takes the result of `between`."""
         weight: Tensor = self.module.out_proj.weight
         return weight
 
 
 class Mamba2(_Projected):
-    """Mamba2 as Bamba, Granite 4, Nemotron-H, Falcon-H1 and Zamba2 have it."""
+    """Mamba2 of Bamba, Granite 4, Nemotron-H, Falcon-H1 and Zamba2."""
 
     @property
     def states(self) -> tuple[StateGeometry, ...]:
@@ -428,6 +436,7 @@ class Mamba2(_Projected):
         )
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Mixer.run`: x [T, hidden] -> [T, hidden]."""
         m = self.module
         if hasattr(m, "ssm_in_multiplier"):  # Falcon-H1
             projected = _project(x * m.ssm_in_multiplier, m.in_proj, states) * m.mup_vector[0]
@@ -437,7 +446,7 @@ class Mamba2(_Projected):
 
     @property
     def is_framed(self) -> bool:
-        """Whether its projections are numbers alone, in pairs of rows, and nothing else is done to them."""
+        """Whether both projections are plain: no format, biases or multipliers, an even number of rows."""
         m = self.module
         plain = (type(x) is nn.Linear and x.bias is None for x in (m.in_proj, m.out_proj))
         if hasattr(m, "ssm_in_multiplier") or not all(plain):
@@ -445,7 +454,7 @@ class Mamba2(_Projected):
         return bool(m.in_proj.out_features % 2 == 0)
 
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
-        """projected: [T, heads * values + channels + heads] -> [T, heads * values]."""
+        """Implements `Framed.between`: [T, heads * values + channels + heads] -> [T, heads * values]."""
         assert states.conv is not None
         assert states.recurrent is not None
         m, conv = self.module, self.module.conv1d
@@ -475,7 +484,7 @@ class Mamba2(_Projected):
         self, gate: Tensor, inner: Tensor, dt: Tensor, conv: StateCache, recurrent: StateCache,
         packed: Packed,
     ) -> Tensor:  # fmt: skip
-        """`between` for one token of each sequence, on a GPU."""
+        """Implements `between` for one token of each sequence, on a GPU."""
         from kvant.models.recurrent.delta_layer import SIZE
         from kvant.models.recurrent.kernels import mamba_step
         from kvant.models.recurrent.mamba_layer import mamba_layer
@@ -499,7 +508,7 @@ class Mamba2(_Projected):
         self, gate: Tensor, mixed: Tensor, dt: Tensor, recurrent: StateCache, packed: Packed,
         finish: Finish,
     ) -> Tensor:  # fmt: skip
-        """What follows the convolution, one token after the other, on a GPU."""
+        """Runs what follows the convolution one token after the other, on a GPU."""
         from kvant.models.recurrent.kernels import mamba_step
         from kvant.models.recurrent.mamba_layer import mamba_finish
         from kvant.models.recurrent.stored import Stored
@@ -519,7 +528,7 @@ class Mamba2(_Projected):
 
     @property
     def _finishing(self) -> Finish | None:
-        """`_finish` as kernels compute it; None for a norm that they do not."""
+        """Parameters of `_finish` for kernels; None for a norm that they do not compute."""
         from kvant.models.recurrent.mamba_layer import Finish
 
         m = self.module
@@ -538,7 +547,7 @@ class Mamba2(_Projected):
         )
 
     def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        """out, gate: [T, heads * values] -> [T, heads * values]."""
+        """Gates and normalises out [T, heads * values]; gate: [T, heads * values]."""
         m, dtype = self.module, out.dtype
         has_norm = getattr(m, "mamba_rms_norm", True)  # Falcon-H1 may have none
         out = m.norm(out[None], gate[None])[0] if has_norm else out * F.silu(gate)
@@ -546,7 +555,7 @@ class Mamba2(_Projected):
 
 
 class Mamba1:
-    """Jamba's: a state for each channel, with decays of its own."""
+    """Jamba's Mamba: each channel has its own state and decays."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -560,6 +569,7 @@ class Mamba1:
         )
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Mixer.run`: x [T, hidden] -> [T, hidden]."""
         assert states.conv is not None
         assert states.recurrent is not None
         m, conv = self.module, self.module.conv1d
@@ -597,17 +607,18 @@ class ShortConv(_Projected):
         return (_conv_state(conv.kernel_size[0], conv.in_channels),)
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Mixer.run`: x [T, hidden] -> [T, hidden]."""
         m = self.module
         return _project(self.between(_project(x, m.in_proj, states), states), m.out_proj, states)
 
     @property
     def is_framed(self) -> bool:
-        """Whether its projections are numbers without biases."""
+        """Whether both projections are unquantised, without biases."""
         m = self.module
         return all(type(x) is nn.Linear and x.bias is None for x in (m.in_proj, m.out_proj))
 
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
-        """projected: [T, 3 hidden] -> [T, hidden]."""
+        """Implements `Framed.between`: projected [T, 3 * hidden] -> [T, hidden]."""
         assert states.conv is not None
         conv, packed = self.module.conv, states.packed
         at_once = packed.lengths is None and not packed.singly
@@ -637,4 +648,4 @@ MIXERS: dict[str, Callable[[Any], Mixer]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ShortConv),
     "JambaMambaMixer": Mamba1,
 }  # fmt: skip
-"""By the class of transformers' module."""
+"""Kvant's mixer for each class of transformers' modules."""

@@ -17,13 +17,13 @@ from kvant.kv.state_pool import StateCache, draft_page
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The tokens of sequences with several tokens, in chunks of `size`; m chunks in all.
+    """The tokens of sequences with several tokens, cut into m chunks of `size` tokens.
 
-    places: sequences, those with most chunks first. tokens: [m * size] int64, each chunk's tokens in T; T for
-    what lies behind a sequence's last token. found: [tokens in chunks] int64, where they stand in chunks, and
-    where: [tokens in chunks] int64, where in T. counts, begins: chunks of each of `places`, and the first of
-    them. bounds: [2, n] int64, first chunk and end of every sequence of the step. pieces: [2, m] int64, first
-    token and number of tokens of every chunk.
+    places: indices of these sequences, longest first. tokens: [m * size] int64, the token at each place of
+    the chunks, T for padding. found: [tokens in chunks] int64, the places that are no padding; where: [tokens
+    in chunks] int64, their tokens. counts, begins: number of chunks and first chunk, for each of `places`.
+    bounds: [2, n] int64, first chunk and end of every sequence of the step. pieces: [2, m] int64, first token
+    and number of tokens of every chunk.
     """
 
     size: int
@@ -39,12 +39,12 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """n sequences in T tokens.
+    """The n sequences of a step with T tokens.
 
-    step: the step. rows: [n] int64, pages of the states. starts: [n] int32, number of tokens in a sequence's
-    state; not positive if its first token runs, and for padding. cu_seqlens: [n + 1] int32.
-    lengths: tokens of each sequence, on the host; None if each has one, as in recorded decodes. singly: run
-    token after token, so that results depend neither on other sequences nor on how a prompt is cut.
+    rows: [n] int64, pages of the states. starts: [n] int32, number of tokens in a sequence's state; not
+    positive for a new sequence and for padding. cu_seqlens: [n + 1] int32. lengths: number of tokens of each
+    sequence, on the host; None if each has one, as in CUDA graphs of decodes. singly: run token after token,
+    so that results depend neither on other sequences nor on how a prompt is cut.
     """
 
     step: Step
@@ -58,8 +58,8 @@ class Packed:
     def of(step: Step, pages: Tensor | None = None, *, singly: bool = False) -> Packed:
         """Returns the step's sequences. Raises EngineFault for a step without rows.
 
-        pages: the state page of each row (`StatePool.pages`); None if rows are page numbers. singly: as
-        in the class.
+        pages: [rows] int64, the state page of each row (`StatePool.pages`); None if rows are page numbers.
+        singly: as in the class.
         """
         if step.rows is None:
             raise EngineFault("a step without rows of states reached a recurrent layer")
@@ -158,11 +158,11 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Tokens of a step that run at once: first the step without drafts, whole or one token of every sequence
-    after the other, then the next draft of every sequence that has as many.
+    """Tokens of a step that run at once. First runs the step without drafts, at once or token by token; then
+    the next draft of every sequence that has one.
 
-    tokens: [k] int64, their places in T. packed: their sequences. before: [k] int64, pages of the states that
-    a later turn begins with, in the sequences' own storage for the first drafts, among drafts for others.
+    tokens: [k] int64, indices in T. packed: their sequences. before: [k] int64, pages from which drafts copy
+    their initial states: the sequences' pages for first drafts, pages of `StateCache.drafts` for later ones.
     """
 
     tokens: Tensor
@@ -192,7 +192,7 @@ def _part(
 
 
 def _without_drafts(packed: Packed, places: Sequence[int]) -> Turn:
-    """places: `Step.draft_states`."""
+    """Returns the turn without drafts. places: `Step.draft_states`."""
     assert packed.lengths is not None
     lengths = [1 if at >= 0 else n for n, at in zip(packed.lengths, places, strict=True)]
     firsts = zip(_offsets(packed)[:-1], lengths, strict=True)
@@ -202,7 +202,7 @@ def _without_drafts(packed: Packed, places: Sequence[int]) -> Turn:
 
 
 def _singles(packed: Packed) -> list[Turn]:
-    """One token of every sequence after the other, up to its first draft."""
+    """Returns turns with one token of every sequence each, up to its first draft."""
     assert packed.lengths is not None
     places = packed.step.draft_states or (-1,) * len(packed.lengths)
     lengths = [1 if at >= 0 else n for n, at in zip(packed.lengths, places, strict=True)]
@@ -217,7 +217,7 @@ def _singles(packed: Packed) -> list[Turn]:
 
 
 def _drafts(packed: Packed, places: Sequence[int]) -> list[Turn]:
-    """The drafts. places: `Step.draft_states`."""
+    """Returns turns with one draft of every sequence each. places: `Step.draft_states`."""
     assert packed.lengths is not None
     offsets, found = _offsets(packed), []
     most = max((n for n, at in zip(packed.lengths, places, strict=True) if at >= 0), default=0)
@@ -238,11 +238,11 @@ def in_turns(
     cache: StateCache,
     packed: Packed,
 ) -> Tensor:
-    """run(inputs, cache, packed) for numbers [T, ..] of a step, which gives [T, ..].
+    """Returns run(inputs, cache, packed), a tensor [T, ..]; divides a step with drafts into turns.
 
-    Drafts run one after the other, as they do without speculation. Each of them leaves its state among
-    `cache.drafts`, beside the sequence's own state, which stands behind the token before them. All tokens
-    run so if `packed` wants it, and kernels do not pass from token to token themselves.
+    inputs: [T, ..] each. Drafts run one after the other, as without speculation. Each draft leaves its state
+    in `cache.drafts`; the sequence's own state remains the one before the drafts. Other tokens run one after
+    the other too if `packed.singly` is set and no kernel does so itself.
     """
     turns = packed.turns(apart=packed.singly and not takes_kernels(inputs[0], cache))
     if turns is None:

@@ -1,7 +1,7 @@
 """Recurrent states in their stored format, as Triton kernels read and write them.
 
-The format's declaration chooses the functions, as in `kvant.attention.triton.format`. A row of a state, the
-numbers of one value, is what a row of a token and KV head is there: it has a scale of its own.
+The format's declaration chooses the functions, as in `kvant.attention.triton.format`. A row is the numbers of
+one value; it has its own scale, like a row of one token and KV head.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from kvant.kv.state_pool import StateCache
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """States of one layer. words, codes: the same memory [num_rows, heads, values, ..], rows of any stride.
+    """The states of one layer.
 
-    scales, bits: the same memory too, [num_rows, heads, values, 1] float32 and int32; None without scales.
-    shape: heads, values and keys.
+    words, codes: views of one memory [num_rows, heads, values, ..], rows of any stride. scales, bits: float32
+    and int32 views of one memory [num_rows, heads, values, 1]; None without scales. shape: heads, values and
+    keys.
     """
 
     words: Tensor
@@ -44,7 +45,7 @@ class Stored:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What kernels take: words, codes, scales, bits, and the strides of rows of codes and of scales."""
+        """Arguments of kernels: words, codes, scales, bits, and the row strides of codes and of scales."""
         apart = 0 if self.scales is None else self.scales.stride(0)
         return self.words, self.codes, self.scales, self.bits, self.codes.stride(0), apart
 
@@ -62,7 +63,10 @@ def load_state(
     words, scales, stride, scale_stride, page, r, there, FORMAT: tl.constexpr, KEYS: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Rows r [ROWS] of a page's state in float32 [ROWS, WIDE]; zeros where not `there` and behind KEYS."""
+    """Loads rows r [ROWS] of a page's state as float32 [ROWS, WIDE].
+
+    Zeros where not `there` and past KEYS.
+    """
     ELEMENTS: tl.constexpr = FORMAT.elements
     WORDS: tl.constexpr = WIDE // ELEMENTS
     j = tl.arange(0, WORDS)
@@ -86,7 +90,7 @@ def store_state(
     x, codes, bits, stride, scale_stride, page, r, there, FORMAT: tl.constexpr, KEYS: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Store x [ROWS, WIDE], float32 with zeros behind KEYS, in rows r of a page's state, where `there`."""
+    """Stores x [ROWS, WIDE], float32 with zeros past KEYS, in rows r of a page's state, where `there`."""
     to = codes + page * stride + r * KEYS
     if FORMAT.elements == 1:
         k = tl.arange(0, WIDE)

@@ -283,6 +283,9 @@ def _make_weights(
     if divided is not None:
         names = [name for name, _ in module.named_parameters()]
         divided.resize(module)
+        for parameter in module.parameters():
+            if parameter.ndim > 1:  # not copied from the host: its numbers are made below
+                parameter.data = torch.empty_like(parameter.data, device=device)
         torch.nn.Module.to(module, device)
         divided.make_numbers(module, names, generator)
     if is_narrow:

@@ -1,1 +1,1 @@
-"""Formats of weights: what they are, what their bytes mean, and the products that read them."""
+"""Formats of weights: their declarations, the meaning of their bytes, and the products that read them."""

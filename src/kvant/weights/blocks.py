@@ -1,4 +1,4 @@
-"""GGUF's blocks: a row of a weight as a file has it, taken apart into codes, scales and offsets.
+"""GGUF's blocks: splits a weight's rows, as a file stores them, into codes, scales and offsets.
 
 Layouts are ggml's (ggml-common.h, ggml-quants.c). `decode` of the result equals the gguf package's
 dequantisation bit for bit.
@@ -22,7 +22,7 @@ from kvant.weights.format import BlockType, Code
 
 
 def read_blocks(kind: BlockType, blocks: Tensor, columns: int) -> NarrowWeight:
-    """The weight in `blocks`, uint8 [rows, bytes of a row]. Changes no number."""
+    """Returns the weight in `blocks`, uint8 [rows, bytes of a row]. Every number keeps its value."""
     fmt, rows = kind.format, blocks.shape[0]
     parts = blocks.contiguous().view(rows, columns // kind.inputs, kind.num_bytes)
     if fmt.superblock:
@@ -38,9 +38,9 @@ def read_blocks(kind: BlockType, blocks: Tensor, columns: int) -> NarrowWeight:
 
 
 def check_blocks(name: str, kind: BlockType, blocks: Tensor) -> None:
-    """BadCheckpoint, naming the tensor `name`, if a scale or factor in its blocks is not finite.
+    """Raises BadCheckpoint, naming the tensor, if a scale or factor in its blocks is not finite.
 
-    Zeros and negative scales are usual in GGUF files.
+    blocks: uint8 [rows, bytes of a row]. Zeros and negative scales are usual in GGUF files.
     """
     rows = blocks.shape[0]
     parts = blocks.contiguous().view(rows, -1, kind.num_bytes)
@@ -83,5 +83,5 @@ def _read_superblocks(kind: BlockType, parts: Tensor, columns: int) -> NarrowWei
 
 
 def _halves(bytes_: Tensor) -> Tensor:
-    """uint8 [rows, blocks, 2] as float16 [blocks, rows]."""
+    """Returns bytes, uint8 [rows, blocks, 2], as float16 [blocks, rows]."""
     return bytes_.contiguous().view(torch.float16).squeeze(-1).t().contiguous()

@@ -1,4 +1,4 @@
-"""Which kernel multiplies how many rows with a narrow weight on a GPU, and how it is cut."""
+"""Chooses the GPU kernel for a product with a narrow weight, by its number of rows, and its tiles."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from kvant.weights.triton.product import (
 )
 
 MOST_TILED = 256
-"""Rows up to which tiles are decoded as they are multiplied; for more the whole weight is decoded first."""
+"""Maximum number of rows for kernels that decode tiles; for more rows the whole weight is decoded first."""
 
 _MOST_APART = 8
-"""Rows up to which each warp reads its own columns of x."""
+"""Maximum number of rows for which each warp reads its own columns of x."""
 
 _MANY = 16384
-"""Rows of a weight that give every multiprocessor work without a division of its columns."""
+"""Rows of a weight that give every multiprocessor work without splitting its columns."""
 
 LISTED = Warps(2, 2, 2)
 """The cut of `few_rows` for experts with lists of pairs.
@@ -47,13 +47,16 @@ It took the least time of 24 cuts, for gpt-oss and Qwen3-30B-A3B with 32 and 64 
 _INVARIANT_TOKENS = 64
 
 _MOST_ERROR = 0.01
-"""Relative error of a product that is still a rounding of its result to 16 bits."""
+"""Maximum relative error of a correct product whose result is rounded to 16 bits."""
 
 logger = logging.getLogger(__name__)
 
 
 def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
-    """x [T, columns] -> [T, rows] in x's dtype, by the fastest kernel for this number of rows."""
+    """Returns x [T, columns] times a weight, plus bias [rows] or None, by the fastest kernel.
+
+    The result is [T, rows] in x's dtype.
+    """
     tokens = x.shape[0]
     if tokens == 0:
         return x.new_empty(0, weight.rows)
@@ -70,7 +73,7 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
 
 
 def takes_rounded(weight: NarrowWeight) -> bool:
-    """Whether `multiply_rounded` has a product for this weight on its device."""
+    """Whether `multiply_rounded` can multiply by this weight on its device."""
     fmt = weight.format
     shared = (fmt.rows, fmt.columns)
     if fmt.code is not Code.E4M3 or fmt.scale is not Scale.FLOAT32 or not has_ptx(weight.device):
@@ -81,7 +84,7 @@ def takes_rounded(weight: NarrowWeight) -> bool:
 
 
 def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """Rounds x [T, columns] to e4m3 in a launch of its own."""
+    """Rounds x [T, columns] to e4m3 in a separate launch."""
     x, made = x.contiguous(), rounding.empty(x)
     if rounding.scale is not None:
         round_by(x, rounding.scale, made.codes)
@@ -93,7 +96,10 @@ def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
 
 
 def multiply_rounded(x: RoundedRows, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
-    """x [T, columns] -> [T, rows], by products of fp8. x: rounded as `linear.rounding_of` says."""
+    """Multiplies rounded x [T, columns] by an e4m3 weight; returns [T, rows] in the dtype before rounding.
+
+    x: rounded as `linear.rounding_of` says. bias: [rows] or None.
+    """
     fmt, codes = weight.format, weight.codes.view(torch.float8_e4m3fn)
     if x.scales.shape == (1,) and fmt.rows == WHOLE:
         made = torch._scaled_mm(x.codes, codes.t(), x.scales, weight.scales, out_dtype=x.dtype)
@@ -108,7 +114,7 @@ def multiply_rounded(x: RoundedRows, weight: NarrowWeight, bias: Tensor | None) 
 
 
 def multiply_alike(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
-    """`multiply` in one way for any T: no row's result [rows] depends on the rows beside it."""
+    """Implements `multiply` with one tile for any T, so that no row's result [rows] depends on other rows."""
     if x.shape[0] == 0:
         return x.new_empty(0, weight.rows)
     x = x.contiguous()
@@ -118,9 +124,10 @@ def multiply_alike(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tens
 
 
 def multiply_gated(x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Act) -> Tensor | None:
-    """act(gates) * ups of `multiply`, [T, rows / 2], in one launch; None where there is no kernel for it.
+    """Returns act(gates) * ups of x [T, columns] times a weight, [T, rows / 2], in one launch.
 
-    Rows of the weight are all gates, then all ups.
+    Rows of the weight are all gates, then all ups. bias: [rows] or None. Returns None if no kernel can do
+    this.
     """
     serves = few_serves(weight.format, *weight.shape, x.dtype)
     if not 0 < x.shape[0] <= few_rows.MOST_ROWS or weight.rows % 32 or not serves:
@@ -131,7 +138,7 @@ def multiply_gated(x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Ac
 def _few(
     x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Act | None, processors: int
 ) -> Tensor:
-    """Products of up to 64 rows by CUDA, gated where act says how."""
+    """Multiplies up to 64 rows by the CUDA kernels. act: activation of gated rows, None for plain ones."""
     tokens, fmt = x.shape[0], weight.format
     wide = (
         laid(fmt, few_rows.token_tiles(tokens), *weight.shape, processors) if tokens > 1 else None
@@ -155,9 +162,9 @@ def begin(
     act: Act | None = None,
     one: few_rows.Kind | None = None,
 ) -> None:
-    """Compile the kernels of up to 64 rows of this weight in other threads, if CUDA C++ serves it.
+    """Starts compiling this weight's kernels for up to 64 rows in other threads, if CUDA C++ serves it.
 
-    act: of gated products. one: what surrounds the product of a single row.
+    act: activation of gated products. one: operations folded into the product of a single row.
     """
     fmt, (rows, columns) = weight.format, weight.shape
     if not few_rows.serves(fmt, rows, columns, dtype):
@@ -181,9 +188,9 @@ def begin(
 def shares_rows(
     fmt: WeightFormat, tokens: int, rows: int, columns: int, dtype: torch.dtype
 ) -> bool:
-    """Whether `shared_rows`, without `wgmma`, multiplies this number of rows of x; else `few_rows` does.
+    """Whether `shared_rows`, without `wgmma`, is the kernel for this number of rows of x, not `few_rows`.
 
-    Measured with 16 and 32 rows on an H200: it is faster for 4 bits but where a weight has few rows.
+    Measured with 16 and 32 rows on an H200: it is faster for 4 bits, unless a weight has few rows.
     """
     few = 8192 if tokens <= 16 else 4096
     wins = tokens > 32 or (fmt.code.bits == 4 and rows > few) or rows >= _MANY
@@ -192,9 +199,9 @@ def shares_rows(
 
 @cache
 def laid(fmt: WeightFormat, tiles: int, rows: int, columns: int, processors: int) -> Shares | None:
-    """The cut of `shared_rows` with `wgmma` for `tiles` tiles of 8 rows of x; None where others were faster.
+    """Returns the cut of `shared_rows` with `wgmma` for `tiles` tiles of 8 rows of x; None if it is slower.
 
-    As measured on an H200 for products of Qwen3-8B with 8, 16, 32 and 64 rows.
+    Measured on an H200 for products of Qwen3-8B with 8, 16, 32 and 64 rows.
     """
     if fmt.code is Code.E2M1 or not shared_rows.reads(fmt, rows, columns, torch.bfloat16):
         return None
@@ -219,20 +226,20 @@ def laid(fmt: WeightFormat, tiles: int, rows: int, columns: int, processors: int
 
 @cache
 def shares(fmt: WeightFormat, rows: int, columns: int, processors: int) -> Shares:
-    """The cut of `shared_rows`: up to three programs for each multiprocessor, each with some blocks."""
+    """Returns the cut of `shared_rows`: up to three programs per multiprocessor, each with some blocks."""
     stripes, blocks = -(-rows // 128), -(-columns // few_rows.BLOCK)
     parts = max(1, min(8, 3 * processors // stripes, blocks // 4))
     return Shares(2, 4, 3, 1 if parts == 2 and fmt.code.bits == 8 else parts)
 
 
 def few_serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether `few_rows` multiplies weights [rows, columns] here, and was seen to do it right."""
+    """Whether `few_rows` multiplies weights [rows, columns] here, and passed its check."""
     return few_rows.serves(fmt, rows, columns, dtype) and _proof(fmt, dtype) is None
 
 
 @cache
 def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
-    """None if products of few rows agree with float64 products of decoded bytes; else what is wrong."""
+    """Checks products of few rows against float64; returns None if they agree, else what is wrong."""
     generator = torch.Generator("cuda").manual_seed(0)
     columns = 3 * fmt.superblock or 640
     weight = encode(torch.randn(128, columns, device="cuda", generator=generator), fmt)
@@ -256,9 +263,9 @@ def _proof(fmt: WeightFormat, dtype: torch.dtype) -> str | None:
 
 @cache
 def warps_of_one(fmt: WeightFormat, columns: int, rows: int = 0, weights: int = 1) -> Warps:
-    """The cut of `few_rows` for a single row, as measured on an H200 for products of Qwen3-8B.
+    """Returns the cut of `few_rows` for a single row, measured on an H200 for products of Qwen3-8B.
 
-    weights: of experts whose products are summed.
+    weights: number of experts whose products are summed.
     """
     blocks = weights * -(-columns // few_rows.BLOCK)
     narrow = fmt.code.bits == 4
@@ -274,12 +281,12 @@ def warps_of_one(fmt: WeightFormat, columns: int, rows: int = 0, weights: int = 
 
 @cache
 def warps(fmt: WeightFormat, tokens: int, rows: int, columns: int) -> Warps:
-    """The cut of `few_rows`: more rows of the weight for a warp where more tokens share them.
+    """Returns the cut of `few_rows`: a warp takes more rows of the weight if more tokens share them.
 
-    As many programs stay as keep most multiprocessors busy.
+    There remain enough programs to keep most multiprocessors busy.
     """
     most = 1 if tokens <= 8 else 2 if tokens <= 16 or tokens > 32 else 4
-    if few_rows.is_grouped(fmt):  # sums of a group take registers, too
+    if few_rows.is_grouped(fmt):  # sums of a group need registers, too
         most = 1 if tokens > 32 else min(most, 2)
     tiles = most
     while tiles > 1 and rows // (16 * tiles) < 120:
@@ -290,7 +297,7 @@ def warps(fmt: WeightFormat, tokens: int, rows: int, columns: int) -> Warps:
 
 @cache
 def stripe(fmt: WeightFormat, rows: int, columns: int) -> Stripe:
-    """The cut of `one`: a program takes two rows, or one of a long weight."""
+    """Returns the cut of `one`: two rows of the weight per program."""
     block = min(2048, triton.next_power_of_2(columns))
     if fmt.columns != WHOLE:
         block = max(block, fmt.columns)
@@ -299,7 +306,7 @@ def stripe(fmt: WeightFormat, rows: int, columns: int) -> Stripe:
 
 @cache
 def tiles(fmt: WeightFormat, tokens: int, rows: int, columns: int, processors: int) -> Tiles:
-    """The cut of `tiled`: enough programs for the device, by parts of the columns where rows are few."""
+    """Returns the cut of `tiled`: splits columns until there are enough programs for the device."""
     wide = max(16, min(128, triton.next_power_of_2(tokens)))
     height, warps, stages = (64, 4, 5) if wide <= 64 else (128, 8, 3)
     depth = 128

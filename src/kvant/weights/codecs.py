@@ -2,16 +2,17 @@
 
 All arithmetic is float32, one IEEE operation at a time; rounding is to nearest even and saturates.
 
-    codes    8 bits: uint8 [rows, columns], the code's bits. 4 bits: uint8 [rows, columns / 2]; of a run of
-             inputs, byte j holds input j in its low half and input j + run / 2 in its high half. The run
-             is the group. 6 bits: uint8 [rows, 3 columns / 4], at first the low halves of 4 bits in runs of
-             32; then bytes j of 8 hold the upper 2 bits of inputs j, j + 8, j + 16, j + 24, lowest first.
+    codes    8 bits: uint8 [rows, columns], the code's bits. 4 bits: uint8 [rows, columns / 2]; in a run
+             of inputs, byte j holds input j in its low half and input j + run / 2 in its high half. The
+             run is the group. 6 bits: uint8 [rows, 3 columns / 4], first the low halves of 4 bits in runs
+             of 32; then 8 bytes per run, where byte j holds the upper 2 bits of inputs j, j + 8, j + 16
+             and j + 24, lowest first.
     scales   per matrix [1], per output [rows], per block [row blocks, column blocks], per group
              [groups, rows]: groups first, so that the scales of neighbouring outputs are neighbours.
     zeros    uint8 [groups, rows], or None.
     offsets  like scales, or None. value = code * scale + offset.
-    factors  float16 [1 or 2, superblocks, rows], or None: those of scales, and those of offsets, whose sign
-             turns: value = code * (factor * scale) - factor * offset.
+    factors  float16 [1 or 2, superblocks, rows], or None: factors of scales, and of offsets, which they
+             negate: value = code * (factor * scale) - factor * offset.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ _E4M3 = FLOAT8[Encoding.E4M3FN]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowWeight:
-    """A weight [rows, columns] in its format's bytes. global_scale: float32 [1], or None."""
+    """A weight [rows, columns] in its format's bytes; fields as in the module.
+
+    global_scale: float32 [1], or None.
+    """
 
     format: WeightFormat
     rows: int
@@ -77,7 +81,7 @@ class NarrowWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NarrowStack:
-    """`count` weights of one shape and format, such as those of experts: one weight behind the other.
+    """`count` weights of one shape and format, such as those of experts, stacked along rows.
 
     whole: [count * rows, columns].
     """
@@ -87,35 +91,35 @@ class NarrowStack:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Weights, rows and columns of each."""
+        """Number of weights, and rows and columns of each."""
         return self.count, self.whole.rows // self.count, self.whole.columns
 
     def one(self, index: int) -> NarrowWeight:
-        """A view of one weight [rows, columns]."""
+        """Returns a view of one weight [rows, columns]."""
         rows = self.shape[1]
         return rows_of(self.whole, index * rows, rows)
 
 
 def pack_nibbles(codes: Tensor, run: int) -> Tensor:
-    """uint8 codes 0..15 [rows, columns] to [rows, columns / 2], see the module."""
+    """Packs uint8 codes 0..15 [rows, columns] into uint8 [rows, columns / 2], as the module describes."""
     rows, columns = codes.shape
     parts = codes.view(rows, columns // run, 2, run // 2)
     return (parts[:, :, 0] | (parts[:, :, 1] << 4)).reshape(rows, columns // 2)
 
 
 def unpack_nibbles(packed: Tensor, run: int) -> Tensor:
-    """The inverse of `pack_nibbles`."""
+    """Reverses `pack_nibbles`: uint8 [rows, columns / 2] -> uint8 codes 0..15 [rows, columns]."""
     rows, half = packed.shape
     parts = packed.view(rows, 2 * half // run, run // 2)
     return torch.cat((parts & 15, parts >> 4), -1).view(rows, 2 * half)
 
 
 _RUN = 32
-"""Inputs of a run of 6-bit codes."""
+"""Inputs in a run of 6-bit codes."""
 
 
 def pack_six(codes: Tensor) -> Tensor:
-    """uint8 codes 0..63 [rows, columns] to [rows, 3 columns / 4], see the module."""
+    """Packs uint8 codes 0..63 [rows, columns] into uint8 [rows, 3 columns / 4], as the module describes."""
     rows, columns = codes.shape
     low = pack_nibbles(codes & 15, _RUN)
     high = (codes >> 4).view(rows, columns // _RUN, 4, _RUN // 4)
@@ -124,7 +128,7 @@ def pack_six(codes: Tensor) -> Tensor:
 
 
 def unpack_six(packed: Tensor) -> Tensor:
-    """The inverse of `pack_six`."""
+    """Reverses `pack_six`: uint8 [rows, 3 columns / 4] -> uint8 codes 0..63 [rows, columns]."""
     rows, columns = packed.shape[0], packed.shape[1] * 4 // 3
     low = unpack_nibbles(packed[:, : columns // 2], _RUN)
     fields = packed[:, columns // 2 :].reshape(rows, columns // _RUN, _RUN // 4)
@@ -133,10 +137,11 @@ def unpack_six(packed: Tensor) -> Tensor:
 
 
 def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
-    """Round a weight [rows, columns] of finite numbers, any float dtype, to a format.
+    """Rounds a weight [rows, columns] of finite numbers, in any float dtype, to a format.
 
     A scale is the block's largest magnitude over the largest code, rounded as it is stored; a block of
-    zeros has the scale 1. With zero points a group spans its smallest and largest number, and zero.
+    zeros has the scale 1. With zero points a group spans its smallest and largest number, and zero. Raises
+    ValueError if the format cannot store this shape.
     """
     rows, columns = weight.shape
     refusal = fmt.refuse(rows, columns)
@@ -152,7 +157,7 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     largest = _block_largest(wide, fmt)
     global_scale = None
     if fmt.scale is Scale.E8M0:
-        # The OCP rule: the block's exponent less that of the largest code (4 = 2^2).
+        # The OCP rule: the block's exponent minus that of the largest code (4 = 2^2).
         exponent = torch.floor(torch.log2(largest.clamp(min=2.0**-120))) - 2
         stored = (exponent + 127).clamp(0, 254).to(torch.uint8)
         stored = torch.where(largest > 0, stored, torch.full_like(stored, 127))
@@ -185,11 +190,14 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
 
 _MOST_AT_ONCE = 1 << 23
-"""Numbers that are rounded at once: 32 MiB in float32, several times."""
+"""Numbers to round at once: 32 MiB in float32, in several temporary tensors."""
 
 
 def encode_in_parts(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
-    """`encode` with little memory beside the result, for formats whose blocks end with rows."""
+    """Implements `encode` of weight [rows, columns] in parts, to save memory.
+
+    Blocks must not span all rows.
+    """
     assert fmt.rows != WHOLE
     assert not fmt.global_scale
     step = max(1, _MOST_AT_ONCE // (weight.shape[1] * fmt.rows)) * fmt.rows
@@ -197,7 +205,7 @@ def encode_in_parts(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
 
 def encode_stack(weights: Tensor, fmt: WeightFormat) -> NarrowStack:
-    """Round weights [count, rows, columns], one after the other; blocks end with a weight's rows."""
+    """Rounds weights [count, rows, columns]. No block spans two of them."""
     count, rows, columns = weights.shape
     if weights.is_contiguous() and rows % fmt.rows == 0:
         return NarrowStack(encode_in_parts(weights.view(count * rows, columns), fmt), count)
@@ -219,7 +227,7 @@ def _encode_asymmetric(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
 
 def _encode_offsets(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
-    """A group spans its smallest number, which is its offset, and its largest."""
+    """Encodes groups between their smallest number, which is the offset, and their largest."""
     rows, columns = wide.shape
     groups = wide.view(rows, -1, fmt.columns)
     low, high = groups.amin(-1), groups.amax(-1)
@@ -236,7 +244,7 @@ def _encode_offsets(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
 
 def _encode_superblocks(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
-    """Groups as without superblocks, with scales and offsets on the grids that superblocks give them."""
+    """Encodes groups whose scales and offsets are integers times their superblock's factors."""
     rows, columns = wide.shape
     groups = wide.view(rows, -1, fmt.columns)
     low = groups.amin(-1).clamp(max=0.0)
@@ -246,7 +254,10 @@ def _encode_superblocks(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
         scale, most = groups.abs().amax(-1) / fmt.code.largest, 127.0
 
     def on_grid(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Values [rows, groups] as integers up to `most`, factors, and what they then are."""
+        """Rounds values [rows, groups] to integers up to `most` times factors.
+
+        Returns both, and the products.
+        """
         blocks = values.view(rows, -1, fmt.superblock // fmt.columns)
         factor = (blocks.amax(-1) / most).to(torch.float16)
         divisor = torch.where(factor > 0, factor, torch.ones_like(factor)).float()[..., None]
@@ -277,7 +288,7 @@ def _encode_superblocks(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations [T, columns] as e4m3 codes, uint8 of the same shape, and a float32 scale a row [T, 1].
+    """Rounds activations [T, columns] to e4m3: uint8 codes of this shape, float32 scales [T, 1].
 
     A row's scale is its largest magnitude over 448; a row of zeros has the scale 1.
     """
@@ -288,19 +299,19 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_by(x: Tensor, scale: Tensor) -> Tensor:
-    """Activations [T, columns] over a scale, float32 [1], as e4m3 codes, uint8 of the same shape."""
+    """Divides activations [T, columns] by a scale, float32 [1]; returns e4m3 codes, uint8 of this shape."""
     return _E4M3.encode(x.to(torch.float32) / scale)
 
 
 def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """`round_rows` of each `group` numbers of x [T, columns]: codes, and scales [T, columns / group]."""
+    """Rounds each `group` numbers of x [T, columns] like `round_rows`: codes; scales [T, columns / group]."""
     tokens, columns = x.shape
     codes, scales = round_rows(x.reshape(-1, group))
     return codes.view(tokens, columns), scales.view(tokens, columns // group)
 
 
 def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """Rounds x [T, columns] by the functions above."""
+    """Rounds x [T, columns] by `round_by`, `round_groups` or `round_rows`, as `rounding` says."""
     if rounding.scale is not None:
         codes, scales = round_by(x, rounding.scale), rounding.scale
     elif rounding.group:
@@ -311,7 +322,7 @@ def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
 
 
 def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers [rows, columns], computed in float32 and rounded once to `dtype`."""
+    """Returns the weight's numbers [rows, columns], computed in float32 and rounded once to `dtype`."""
     fmt, rows, columns = weight.format, weight.rows, weight.columns
     if fmt.code is Code.E4M3:
         numbers = _E4M3.decode(weight.codes)
@@ -338,7 +349,7 @@ def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def offset_values(weight: NarrowWeight) -> Tensor:
-    """The offsets of a weight that has some, float32 [groups, rows]."""
+    """Returns the offsets of a weight, float32 [groups, rows]. The weight must have offsets."""
     assert weight.offsets is not None
     found = weight.offsets.to(torch.float32)
     if weight.factors is None:
@@ -347,12 +358,12 @@ def offset_values(weight: NarrowWeight) -> Tensor:
 
 
 def _by_group(factors: Tensor, fmt: WeightFormat) -> Tensor:
-    """Factors of superblocks [superblocks, rows] as float32 [groups, rows]."""
+    """Repeats factors of superblocks [superblocks, rows] per group: float32 [groups, rows]."""
     return factors.to(torch.float32).repeat_interleave(fmt.superblock // fmt.columns, 0)
 
 
 def can_join(parts: Sequence[NarrowWeight]) -> bool:
-    """Whether weights have one format, no global scales of their own, and blocks that end with a part."""
+    """Whether weights have one format and width, no global scales, and blocks that end with each part."""
     fmt, columns = parts[0].format, parts[0].columns
     if any(part.format != fmt or part.columns != columns for part in parts):
         return False
@@ -362,7 +373,7 @@ def can_join(parts: Sequence[NarrowWeight]) -> bool:
 
 
 def rows_of(weight: NarrowWeight, start: int, count: int) -> NarrowWeight:
-    """A view of `count` rows of a joined weight, which begin and end with blocks."""
+    """Returns a view of `count` rows of a joined weight, which must begin and end with blocks."""
     fmt, scales, zeros = weight.format, weight.scales, weight.zeros
     assert fmt.rows != WHOLE
     if fmt.rows == 1 and fmt.columns != WHOLE:
@@ -386,7 +397,7 @@ def rows_of(weight: NarrowWeight, start: int, count: int) -> NarrowWeight:
 
 
 def pick_rows(weight: NarrowWeight, rows: Tensor) -> NarrowWeight:
-    """Some rows, by their indices [n], of a weight in groups of inputs."""
+    """Copies some rows, by their indices [n], of a weight in groups of inputs."""
     fmt = weight.format
     assert fmt.rows == 1
     assert fmt.columns != WHOLE
@@ -400,9 +411,9 @@ def pick_rows(weight: NarrowWeight, rows: Tensor) -> NarrowWeight:
 
 
 def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
-    """Weights of one input as one weight, rows after rows; decodes to the same numbers.
+    """Joins weights of the same input along rows; the result decodes to the same numbers.
 
-    A scale per matrix becomes one per output. ValueError for weights that `can_join` refuses.
+    A scale per matrix becomes one per output. Raises ValueError for weights that `can_join` refuses.
     """
     first = parts[0]
     if not can_join(parts):
@@ -428,7 +439,7 @@ def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
 
 
 def per_output(weight: NarrowWeight) -> NarrowWeight:
-    """A weight with one scale as the same with equal scales for all outputs."""
+    """Returns a weight with one scale as a weight with an equal scale for each output."""
     assert weight.format.rows == WHOLE
     made = replace(weight.format, rows=1)
     if made == FP8_CHANNEL:
@@ -438,7 +449,7 @@ def per_output(weight: NarrowWeight) -> NarrowWeight:
 
 
 def _block_largest(wide: Tensor, fmt: WeightFormat) -> Tensor:
-    """The largest magnitude of each block, in the shape of the scales."""
+    """Returns the largest magnitude of each block of wide [rows, columns], in the shape of the scales."""
     rows, columns = wide.shape
     size = wide.abs()
     if fmt.rows == WHOLE:
@@ -454,7 +465,7 @@ def _block_largest(wide: Tensor, fmt: WeightFormat) -> Tensor:
 
 
 def _scale_values(stored: Tensor, fmt: WeightFormat, global_scale: Tensor | None) -> Tensor:
-    """Stored scales as float32."""
+    """Returns stored scales as float32, times the global scale."""
     if fmt.scale is Scale.E4M3:
         found = _E4M3.decode(stored)
     elif fmt.scale is Scale.E8M0:
@@ -465,7 +476,7 @@ def _scale_values(stored: Tensor, fmt: WeightFormat, global_scale: Tensor | None
 
 
 def _spread(scales: Tensor, fmt: WeightFormat, rows: int, columns: int) -> Tensor:
-    """Scales by block as something that broadcasts to [rows, columns]."""
+    """Repeats scales of blocks so that they broadcast to [rows, columns]."""
     if fmt.rows == WHOLE:
         return scales.view(1, 1)
     if fmt.columns == WHOLE:

@@ -1,7 +1,7 @@
-"""Checkpoints' narrow weights: what each dialect stores, and the same numbers as `NarrowWeight`.
+"""Narrow weights of checkpoints: the tensors of each dialect, and how they are read as `NarrowWeight`.
 
 Layouts come from compressed-tensors 0.20, AutoAWQ, AutoGPTQ, ModelOpt and DeepSeek's checkpoints. Shapes are
-written [N, K] = outputs, inputs; G is a group's inputs.
+[N, K]: outputs, inputs. G: inputs of a group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvant.weights.codecs import NarrowStack, NarrowWeight, pack_nibbles
 from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat, block_type
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in a word of each of eight neighbouring outputs."""
+"""The position in a word of each of eight neighbouring outputs."""
 
 _FLOATS = ("F32", "F16", "BF16")
 _SCALE_OF = {
@@ -28,9 +28,9 @@ _SCALE_OF = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a layer: its dtypes in safetensors' words, and the shapes that it may have.
+    """A tensor of a layer: its allowed dtypes, as safetensors names them, and its allowed shapes.
 
-    is_scale: numbers that must be finite and above zero. ways_out: of a fault of this tensor.
+    is_scale: its numbers must be finite and above zero. ways_out: what an error about this tensor suggests.
     """
 
     dtypes: tuple[str, ...]
@@ -45,7 +45,7 @@ _WHOLE: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
 
 
 def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
-    """The tensors of a layer [rows, columns] in a dialect, by the names behind the layer's."""
+    """Returns the tensors of a layer [rows, columns] in a dialect, by their name after the layer's."""
     found = _parts_of_weight(scheme, rows, columns)
     if scheme.rounds_inputs:
         exact = WayOut("take 16-bit activations", ("--weight-activations", "exact"))
@@ -107,7 +107,7 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
 
 
 def expert_parts(scheme: Scheme, count: int, rows: int, columns: int) -> dict[str, Part]:
-    """The tensors of `count` experts' matrices [rows, columns] that a dialect stores together."""
+    """Returns the tensors of `count` experts' matrices [rows, columns] that a dialect stores together."""
     assert scheme.dialect is Dialect.MXFP4_EXPERTS
     groups = columns // scheme.format.columns
     return {
@@ -119,8 +119,9 @@ def expert_parts(scheme: Scheme, count: int, rows: int, columns: int) -> dict[st
 def read_experts(
     name: str, scheme: Scheme, count: int, rows: int, columns: int, tensors: Mapping[str, Tensor]
 ) -> NarrowStack:
-    """The weights of experts that `expert_parts` describes; changes no number, as `read`.
+    """Reads the experts' weights from tensors that `expert_parts` describes. Every number keeps its value.
 
+    tensors: blocks, uint8 [count, rows, groups, 16], and scales, uint8 [count, rows, groups]. Raises
     BadCheckpoint for scales that are NaN.
     """
     fmt, blocks, scales = scheme.format, tensors["blocks"], tensors["scales"]
@@ -135,7 +136,7 @@ def read_experts(
 
 
 def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] | None) -> None:
-    """BadCheckpoint, naming the tensor, for another dtype or shape, or for none."""
+    """Raises BadCheckpoint, naming the tensor, if its dtype or shape is wrong or it is missing."""
     if dtype is None or shape is None:
         if part.optional:
             return
@@ -158,7 +159,7 @@ def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] 
 
 
 def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -> None:
-    """BadCheckpoint for scales of any shape [..] that are NaN, infinite, zero or negative."""
+    """Raises BadCheckpoint for scales [..] that are NaN, infinite, zero or negative."""
     wide = scales.to(torch.float32)
     if not bool(torch.isfinite(wide).all()):
         raise BadCheckpoint(
@@ -175,7 +176,7 @@ def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -
 
 
 def check_order(name: str, index: Tensor, group: int) -> None:
-    """BadCheckpoint if an index of groups [K] is not in order: inputs then are reordered."""
+    """Raises BadCheckpoint if an index of groups [K] is not ascending, which means reordered inputs."""
     expected = torch.arange(len(index), device=index.device) // group
     if not torch.equal(index.to(torch.int64), expected):
         raise BadCheckpoint(
@@ -187,10 +188,10 @@ def check_order(name: str, index: Tensor, group: int) -> None:
 def read(
     name: str, scheme: Scheme, rows: int, columns: int, tensors: Mapping[str, Tensor]
 ) -> NarrowWeight:
-    """The weight [rows, columns] of the layer `name`.
+    """Reads the weight [rows, columns] of the layer `name`. Every number keeps its value.
 
-    tensors: by the names of `parts_of`, of its shapes and dtypes. Changes no number: `decode` of the result
-    is the dialect's own dequantisation. BadCheckpoint for 8-bit floats that are NaN.
+    tensors: by the names of `parts_of`, with its shapes and dtypes. `decode` of the result equals the
+    dialect's own dequantisation. Raises BadCheckpoint for 8-bit floats that are NaN.
     """
     fmt, dialect = scheme.format, scheme.dialect
     if dialect is Dialect.GGUF:
@@ -250,7 +251,7 @@ def _wide_scales(
 def _packed(
     fmt: WeightFormat, rows: int, columns: int, tensors: Mapping[str, Tensor]
 ) -> NarrowWeight:
-    """compressed-tensors' integers: code + 2^(bits - 1) in words, the first in the lowest bits."""
+    """Reads compressed-tensors' integers: words of code + 2^(bits - 1), lowest bits first."""
     codes = _unpack(tensors["weight_packed"], fmt.code.bits)
     scales = tensors["weight_scale"]
     if fmt.code is Code.INT8:
@@ -270,7 +271,7 @@ def _packed(
 
 
 def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32 [n, m] of 32 / bits codes each to uint8 [n, m * 32 / bits]. order: places in a word."""
+    """Unpacks int32 [n, m], 32 / bits codes each, to uint8 [n, m * 32 / bits]. order: positions in a word."""
     count = 32 // bits
     places = torch.tensor(order or tuple(range(count)), device=words.device, dtype=torch.int32)
     found = (words[..., None] >> (places * bits)) & ((1 << bits) - 1)

@@ -1,7 +1,7 @@
 """What a weight format is: its identity and its byte arithmetic, without torch.
 
-A weight is a matrix [outputs, inputs]. A format is the whole rule by which its numbers become bytes and
-come back. Numbers of one block share a scale: value = (code - zero point) * scale. `kvant.weights.codecs`
+A weight is a matrix [outputs, inputs]. A format is the rule by which its numbers become bytes and come back.
+Numbers of one block share a scale: value = (code - zero point) * scale. `kvant.weights.codecs`
 defines each format in torch; docs/formats.md has the layouts.
 """
 
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Code(Enum):
-    """How one number becomes one code: a name, bits, and the largest magnitude of a code."""
+    """How one number becomes a code. Values: a name, bits, and the largest magnitude of a code."""
 
     E4M3 = "e4m3", 8, 448.0
     INT8 = "int8", 8, 127.0
@@ -34,7 +34,7 @@ class Code(Enum):
 
 
 class Scale(Enum):
-    """How a scale is stored; the value is its name and its bytes."""
+    """How a scale is stored. Values: a name, and bytes."""
 
     FLOAT32 = "float32", 4
     FLOAT16 = "float16", 2
@@ -50,17 +50,17 @@ class Scale(Enum):
 
 
 WHOLE = 0
-"""A block as long as the matrix in this direction."""
+"""A block that spans the whole matrix in this direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One storage format of a weight [outputs, inputs].
 
-    rows, columns: outputs and inputs that share a scale; `WHOLE` for all. zero_points: a code beside
-    each scale is what zero is stored as. global_scale: one float32 factor for the whole matrix. offsets: a
-    number beside each scale is added: value = code * scale + offset. superblock: inputs that share a float16
-    factor of their scales, and one of their offsets, which then are small integers; 0 without.
+    rows, columns: outputs and inputs that share a scale; `WHOLE` for all. zero_points: beside each scale
+    stands the code of zero. global_scale: one float32 factor for the whole matrix. offsets: beside each scale
+    stands a number that is added: value = code * scale + offset. superblock: inputs that share a float16
+    factor of their scales, and one of their offsets, which are then small integers; 0 for no superblocks.
     """
 
     name: str
@@ -75,7 +75,7 @@ class WeightFormat:
 
     @property
     def summary(self) -> str:
-        """The format in words, as the plan shows it."""
+        """The format in words, for the plan."""
         per = {
             (WHOLE, WHOLE): "a scale per matrix",
             (1, WHOLE): "a scale per output",
@@ -90,13 +90,13 @@ class WeightFormat:
         return f"{self.name}, {per}{beside}"
 
     def blocks(self, rows: int, columns: int) -> tuple[int, int]:
-        """Blocks of a matrix along its outputs and along its inputs."""
+        """Returns the number of blocks of a matrix along its outputs and along its inputs."""
         down = 1 if self.rows == WHOLE else -(-rows // self.rows)
         along = 1 if self.columns == WHOLE else -(-columns // self.columns)
         return down, along
 
     def refuse(self, rows: int, columns: int) -> str | None:
-        """Why a matrix of this shape cannot be stored, or None."""
+        """Returns why a matrix of this shape cannot be stored, or None."""
         if self.code.bits == 4 and columns % 2:
             return f"{self.name} packs two inputs in a byte, and {columns} is odd"
         if self.rows == 1 and self.columns != WHOLE and columns % self.columns:
@@ -106,7 +106,7 @@ class WeightFormat:
         return None
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a matrix: codes, and everything beside them."""
+        """Returns the bytes of a matrix: codes, scales and everything else."""
         down, along = self.blocks(rows, columns)
         shared = self.scale.num_bytes * (2 if self.offsets else 1) + (1 if self.zero_points else 0)
         found = rows * columns * self.code.bits // 8 + down * along * shared
@@ -116,7 +116,7 @@ class WeightFormat:
 
 
 class Dialect(Enum):
-    """How a checkpoint writes a narrow weight; `kvant.weights.dialects` reads each."""
+    """How a checkpoint stores a narrow weight; `kvant.weights.dialects` reads each dialect."""
 
     FP8 = "fp8"  # DeepSeek's and Qwen's: weight, weight_scale_inv
     FLOAT_QUANTIZED = "float-quantized"  # compressed-tensors: weight, weight_scale
@@ -125,7 +125,7 @@ class Dialect(Enum):
     NVFP4_PACK = "nvfp4-pack-quantized"
     MXFP4_PACK = "mxfp4-pack-quantized"
     AWQ = "awq"
-    GPTQ = "gptq"  # stores a zero point less one
+    GPTQ = "gptq"  # stores each zero point minus one
     GPTQ_V2 = "gptq_v2"
     MODELOPT_FP8 = "modelopt FP8"
     MODELOPT_NVFP4 = "modelopt NVFP4"
@@ -135,9 +135,9 @@ class Dialect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One layer's weight in a checkpoint. format: what it is; its scales' dtype is the file's.
+    """How a checkpoint stores one layer's weight. format: its scale dtype is that of the file.
 
-    rounds_inputs: the checkpoint has a scale by which the layer's inputs are rounded to e4m3.
+    rounds_inputs: the checkpoint has a scale with which the layer's inputs are rounded to e4m3.
     """
 
     dialect: Dialect
@@ -146,7 +146,7 @@ class Scheme:
 
     @property
     def input_scale(self) -> str:
-        """The name of that scale, behind the layer's."""
+        """The tensor name of the scale of `rounds_inputs`, after the layer's name."""
         return "activation_scale" if self.dialect is Dialect.FP8 else "input_scale"
 
 
@@ -161,12 +161,12 @@ NVFP4 = WeightFormat("nvfp4", Code.E2M1, 1, 16, Scale.E4M3, global_scale=True)
 def int4_groups(
     columns: int, *, zero_points: bool = False, scale: Scale = Scale.FLOAT16
 ) -> WeightFormat:
-    """4-bit integers in groups of `columns` inputs."""
+    """Returns the format of 4-bit integers in groups of `columns` inputs."""
     return WeightFormat("int4", Code.INT4, 1, columns, scale, zero_points)
 
 
 def int8_groups(columns: int, *, scale: Scale = Scale.FLOAT16) -> WeightFormat:
-    """8-bit integers in groups of `columns` inputs."""
+    """Returns the format of 8-bit integers in groups of `columns` inputs."""
     return WeightFormat("int8", Code.INT8, 1, columns, scale)
 
 
@@ -177,7 +177,7 @@ Q6_K = WeightFormat("q6_k", Code.INT6, 1, 16, Scale.INT8, superblock=256)
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """One of GGUF's types: its format, and its blocks of `inputs` in `num_bytes` of a file."""
+    """One of GGUF's types: its format; a block has `inputs` inputs in `num_bytes` bytes of a file."""
 
     name: str
     format: WeightFormat
@@ -185,7 +185,7 @@ class BlockType:
     num_bytes: int
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of an output's blocks in a file."""
+        """Returns the bytes of one output's blocks in a file."""
         return columns // self.inputs * self.num_bytes
 
 
@@ -203,5 +203,5 @@ BLOCK_TYPES = {
 
 
 def block_type(fmt: WeightFormat) -> BlockType:
-    """GGUF's type of this format."""
+    """Returns GGUF's type with this format."""
     return next(one for one in BLOCK_TYPES.values() if one.format == fmt)

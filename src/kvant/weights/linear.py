@@ -1,4 +1,4 @@
-"""Linear layers whose weight is narrow."""
+"""Linear layers and embeddings with narrow weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvant.weights.format import WHOLE, WeightFormat
 from kvant.weights.rounding import RoundedRows, Rounding, Rows
 
 MOST_EXACT = 64
-"""Rows up to which activations are never rounded: there products are bound by the weights' bytes."""
+"""Maximum number of rows whose activations are never rounded: reading weights takes most of their time."""
 
 
 def multiply(
@@ -31,12 +31,12 @@ def multiply(
     rounds: bool = False,
     input_scale: Tensor | None = None,
 ) -> Tensor:
-    """x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
+    """Returns x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
 
-    alike: on a GPU, multiply any T in one way, so that no row's result depends on the rows beside it.
-    rounds: round x as `rounded_numbers` says where T is more than `MOST_EXACT`. input_scale: float32 [1] for
-    all of x, or None for scales of its own.
-    On a GPU kernels read the codes, and x may be rounded already, as `rounding_of` says. Elsewhere the weight
+    alike: on a GPU, use one kernel for any T, so that no row's result depends on other rows.
+    rounds: round x as `rounded_numbers` does if T is more than `MOST_EXACT`. input_scale: float32 [1] for
+    all of x; None computes scales from x.
+    On a GPU, kernels read the codes, and x may be rounded already as `rounding_of` says. Elsewhere the weight
     is decoded for each product, which is slow.
     """
     if weight.device.type == "cuda":
@@ -59,7 +59,7 @@ def rounding_of(
 ) -> Rounding | None:
     """Returns how a GPU rounds activations of `tokens` rows for this weight.
 
-    None for few rows, which are never rounded, and where no product reads rounded activations.
+    Returns None for few rows, which are never rounded, and if no kernel reads rounded activations.
     """
     if tokens <= MOST_EXACT or weight.device.type != "cuda":
         return None
@@ -72,10 +72,10 @@ def rounding_of(
 
 
 def rounded_numbers(x: Tensor, fmt: WeightFormat, input_scale: Tensor | None = None) -> Tensor:
-    """What x [T, columns] is, in float32, once it is rounded to be multiplied with weights of this format.
+    """Returns x [T, columns] as rounded for products with weights of this format, in float32.
 
-    input_scale: float32 [1] of all numbers. Without one, a row shares a scale; with weights in blocks, as
-    many neighbours as a block has columns.
+    input_scale: float32 [1], for all numbers. None computes scales: one per row, or, for weights in blocks,
+    one per as many columns of a row as a block has.
     """
     if input_scale is not None:
         codes, scales = round_by(x, input_scale), input_scale
@@ -88,10 +88,10 @@ def rounded_numbers(x: Tensor, fmt: WeightFormat, input_scale: Tensor | None = N
 
 
 class NarrowLinear(nn.Module):
-    """In the place of `nn.Linear`: the same product, with a weight in a narrow format.
+    """Replaces `nn.Linear`: the same product, with a weight in a narrow format.
 
-    Its tensors are made on the meta device, and a loader sets them. weight: codes. weight_scale,
-    weight_zeros, weight_factor, weight_offsets, weight_factors: see `NarrowWeight`; None where the format has
+    Its tensors start on the meta device, and a loader sets them. weight: codes. weight_scale,
+    weight_zeros, weight_factor, weight_offsets, weight_factors: see `NarrowWeight`; None if the format has
     none. rounds, input_scale: see `multiply`.
     """
 
@@ -131,9 +131,9 @@ class NarrowLinear(nn.Module):
     def put(
         self, weight: NarrowWeight, bias: Tensor | None = None, input_scale: Tensor | None = None
     ) -> None:
-        """Take a weight of the declared shape, and a bias [out_features] or None.
+        """Sets a weight of the declared shape, and a bias [out_features] or None.
 
-        input_scale: one number of any float dtype and shape, or None to keep what is there.
+        input_scale: one number, of any float dtype and shape; None keeps the current one.
         """
         assert weight.shape == (self.out_features, self.in_features)
         self.format = weight.format
@@ -146,7 +146,7 @@ class NarrowLinear(nn.Module):
             self.input_scale = nn.Parameter(wide, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [.., in_features] -> [.., out_features]."""
+        """Returns the product [.., out_features] of x [.., in_features]."""
         rows = x.reshape(-1, self.in_features)
         found = multiply(
             rows, self.narrow, self.bias, rounds=self.rounds, input_scale=self.input_scale
@@ -158,9 +158,9 @@ class NarrowLinear(nn.Module):
 
 
 class NarrowEmbedding(nn.Module):
-    """In the place of `nn.Embedding`: rows of a weight in a narrow format, in `dtype`.
+    """Replaces `nn.Embedding`: rows of a weight in a narrow format, returned in `dtype`.
 
-    Its weight is that of a linear layer, which a tied head shares.
+    The weight is that of a linear layer, which a tied head shares.
     """
 
     def __init__(self, weight: NarrowLinear, dtype: torch.dtype) -> None:
@@ -174,12 +174,12 @@ class NarrowEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[0, in_features]: readers of an embedding's dtype and device find them here."""
+        """An empty tensor [0, in_features], for code that reads an embedding's dtype and device."""
         codes = self.linear.weight
         return torch.empty(0, self.linear.in_features, dtype=self.dtype, device=codes.device)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [..] int64 -> [.., in_features]."""
+        """Returns embeddings [.., in_features] of ids [..] int64."""
         if ids.is_cuda:
             found = numbers_of_rows(self.narrow, ids.reshape(-1), self.dtype)
             return found.view(*ids.shape, -1)
@@ -188,7 +188,7 @@ class NarrowEmbedding(nn.Module):
 
 
 def numbers_of_rows(weight: NarrowWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some rows, by their indices [n], of a weight in groups of inputs: [n, columns] in this dtype."""
+    """Decodes rows [n] of a weight in groups of inputs; returns [n, columns] in this dtype."""
     if rows.is_cuda:
         from kvant.weights.triton.product import rows_decoded
 
@@ -197,7 +197,7 @@ def numbers_of_rows(weight: NarrowWeight, rows: Tensor, dtype: torch.dtype) -> T
 
 
 def named_tensors(name: str, weight: NarrowWeight) -> dict[str, Tensor]:
-    """The tensors of a weight [rows, columns] under the names that narrow modules give them."""
+    """Returns the tensors of a weight [rows, columns] under the names that narrow modules give them."""
     parts = {
         "": weight.codes, "_scale": weight.scales, "_zeros": weight.zeros,
         "_factor": weight.global_scale, "_offsets": weight.offsets, "_factors": weight.factors,
@@ -208,7 +208,7 @@ def named_tensors(name: str, weight: NarrowWeight) -> dict[str, Tensor]:
 def awaited_tensors(
     name: str, fmt: WeightFormat, rows: int, columns: int
 ) -> dict[str, nn.Parameter | None]:
-    """Tensors on the meta device under the names of `named_tensors`, None where the format has none."""
+    """Returns tensors on the meta device by the names of `named_tensors`; None if the format has none."""
     codes, scales = (rows, columns * fmt.code.bits // 8), scale_shape(fmt, rows, columns)
     factors = None
     if fmt.superblock:
@@ -225,7 +225,7 @@ def awaited_tensors(
 
 
 def scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of the scales of a weight [rows, columns]."""
+    """Returns the shape of the scales of a weight [rows, columns]."""
     down, along = fmt.blocks(rows, columns)
     if fmt.rows == WHOLE:
         return (1,)

@@ -1,4 +1,4 @@
-"""Activations in 8-bit floats: how they are rounded, and rows that are rounded already."""
+"""Activations in 8-bit floats: how they are rounded, and rows that are already rounded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class RoundedRows:
     """Activations [T, columns] as products of 8-bit floats read them.
 
-    codes: [T, columns] float8_e4m3fn. scales: float32, [T, 1] for rows, [T, columns / group] for groups of a
-    row, [1] for all numbers. dtype: of the activations before they were rounded, and of products with them.
+    codes: [T, columns] float8_e4m3fn. scales: float32, [T, 1] per row, [T, columns / group] per group of a
+    row, [1] for all numbers. dtype: of the activations before rounding, and of products with them.
     """
 
     codes: Tensor
@@ -32,8 +32,8 @@ Rows = Tensor | RoundedRows
 class Rounding:
     """How activations are rounded to e4m3; see `kvant.weights.codecs.round_rows`.
 
-    group: neighbours of a row that share a scale; 0 for the whole row. scale: float32 [1], the scale of all
-    numbers, or None for scales that fit each row or group.
+    group: neighbours in a row that share a scale; 0 for the whole row. scale: float32 [1], the scale of all
+    numbers, or None to compute scales per row or group.
     """
 
     group: int = 0
@@ -45,7 +45,7 @@ class Rounding:
         return self.scale is None and not self.group
 
     def empty(self, x: Tensor) -> RoundedRows:
-        """Uninitialised codes and scales for x [T, columns]; a given scale is taken as it is."""
+        """Returns uninitialised codes and scales for x [T, columns]; a given scale is used as it is."""
         tokens, columns = x.shape
         codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
         scales = self.scale

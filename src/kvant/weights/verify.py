@@ -1,4 +1,4 @@
-"""Products with narrow weights against float64 products of the decoded bytes, as cells of `kvant verify`."""
+"""Cells of `kvant verify` for narrow weights: products against float64 products of the decoded bytes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ FORMATS = (
     MXFP4, NVFP4, Q4_1, Q4_K, Q6_K,
 )  # fmt: skip
 ROWS = (1, 9, 64, 200, 512)
-"""Rows of activations: one for each kind of kernel."""
+"""Numbers of rows of activations: one for each kind of kernel."""
 
 SHAPE = (1040, 1280)
-"""Outputs and inputs: the last stripe of outputs is not full."""
+"""Outputs and inputs; the last stripe of outputs is not full."""
 
 _MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
-"""Relative error that the dtype of results and of fine groups explains."""
+"""Maximum relative error of a correct product, by the dtype of results and of decoded numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductCell:
-    """errors: by `ROWS`, of a product's result relative to its length. most: what is right at most."""
+    """Results of one format.
+
+    errors: for each of `ROWS`, norm of the error over norm of the product. most: limit.
+    """
 
     format: WeightFormat
     way: str
@@ -57,7 +60,7 @@ class ProductCell:
 def _ways(
     fmt: WeightFormat, like: torch.Tensor
 ) -> Iterator[tuple[str, bool, bool, torch.Tensor | None]]:
-    """Ways of a product: names, and `alike`, `rounds` and `input_scale` of `multiply`."""
+    """Yields kinds of products: a name, and `alike`, `rounds` and `input_scale` of `multiply`."""
     yield "fastest", False, False, None
     yield "batch-invariant", True, False, None
     if fmt.code is Code.E4M3:
@@ -67,7 +70,7 @@ def _ways(
 
 
 def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[ProductCell]:
-    """Multiply with every format in every way that an engine uses; yield the errors."""
+    """Multiplies by weights of every format in every way that an engine uses; yields the errors."""
     generator = torch.Generator(device).manual_seed(0)
     numbers = torch.randn(SHAPE, device=device, generator=generator) * 0.02
     inputs = [

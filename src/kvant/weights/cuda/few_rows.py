@@ -1,6 +1,6 @@
 """Launches `few_rows.cu`: products of up to 64 rows with narrow weights on Hopper.
 
-It reads weights at nearly the speed of their bytes. Triton's kernels take over where it does not build.
+It reads weights at nearly memory speed. Where it does not build, Triton's kernels run instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvant.weights.format import Q4_1, Q4_K, Q6_K, WHOLE, Code, Scale, WeightFor
 
 MOST_ROWS = 64
 BLOCK = 128
-"""Columns at a time; also the groups and blocks whose scales it reads."""
+"""Columns per step; also the size of the groups and blocks whose scales the kernel reads."""
 
 GROUPS = {(1, 32), (1, 64)}
-"""Rows and columns of groups that an instruction takes one of, where codes are integers."""
+"""Rows and columns of groups that a matrix instruction takes singly, if codes are integers."""
 
 _BLOCKS = (Q4_1, Q4_K, Q6_K)
 
@@ -37,7 +37,7 @@ ARGUMENTS = (*[POINTER] * 13, *[INT] * 7, *[FLOAT] * 3)
 
 
 class Pairs(Enum):
-    """Which experts' weights a program multiplies with; a pair is one token with one of its experts."""
+    """Which experts' weights a program multiplies by; a pair is one token with one of its experts."""
 
     NONE = 0  # a linear layer
     LISTED = 1  # an expert with all its pairs
@@ -46,7 +46,7 @@ class Pairs(Enum):
 
 
 class Act(Enum):
-    """Activations of gates that it computes."""
+    """Activations of gates in the kernel."""
 
     SILU = 0
     GELU_TANH = 1
@@ -55,7 +55,10 @@ class Act(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Warps:
-    """How a product is cut: tiles of 16 rows of a warp, warps, blocks that a warp has fetched."""
+    """How a product is cut.
+
+    tiles: of 16 weight rows per warp. warps: per program. ahead: blocks prefetched per warp.
+    """
 
     tiles: int
     warps: int
@@ -64,10 +67,11 @@ class Warps:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What is computed around a product: each field is a macro of `few_rows.cu`.
+    """Operations that the kernel adds to a product; each field is a macro of `few_rows.cu`.
 
-    one: a single row, staged. norm: it is normalised; plus: with 1 + weight. gated: rows are gates and
-    ups, activated by act. added: to a residual. share: results of pairs are weighted. top_k: of SUMMED.
+    one: a single row of x, staged in shared memory. norm: the row is normalised first; plus: by 1 + weight.
+    gated: rows of the weight are gates and ups, activated by act. added: the result is added to a residual.
+    share: results of pairs are weighted. top_k: experts per token, for SUMMED.
     """
 
     one: bool = False
@@ -87,7 +91,7 @@ PLAIN = Kind()
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Tensors of a launch beside x and the weight; those of `Kind` alone are read.
+    """Tensors of a launch other than x and the weight. The kernel reads only what its `Kind` needs.
 
     norm_weight: [columns]. residual: [tokens, width]. ids: int32 and shares: float32 [tokens, top_k].
     lists: int32 [experts, most], counts: int32 [experts]. limit, alpha: of a clamped activation.
@@ -109,9 +113,9 @@ NOTHING = Beside()
 
 
 def serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the kernel reads weights [rows, columns] on this device. The answer is the same for all steps.
+    """Whether the kernel reads weights [rows, columns] on this device. The answer never changes.
 
-    rows: of one expert, where there are several.
+    rows: of one expert, if the weight has several.
     """
     return reads(fmt, rows, columns, dtype) and build.available(
         "products with narrow weights run in the general kernels"
@@ -119,7 +123,7 @@ def serves(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype = torc
 
 
 def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> bool:
-    """The same for any Hopper GPU."""
+    """Whether the kernel reads weights [rows, columns] on any Hopper GPU."""
     if fmt.code is Code.E2M1:
         known = fmt.scale is Scale.E8M0 and fmt.columns == 32 and dtype is torch.bfloat16
         return known and fmt.rows == 1 and rows % 16 == 0 and columns % 32 == 0
@@ -144,7 +148,7 @@ def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> boo
 
 
 def is_grouped(fmt: WeightFormat) -> bool:
-    """Whether an instruction takes columns of one group, since a block of columns has several."""
+    """Whether an instruction takes columns of one group, because a block of columns has several groups."""
     return fmt.rows == 1 and 0 < fmt.columns < BLOCK and fmt.code is not Code.E2M1
 
 
@@ -159,7 +163,7 @@ def defines(
     bias: bool = False,
     ahead: bool = True,
 ) -> dict[str, int | str]:
-    """Macros of `few_rows.cu`. tiles: of 8 tokens. ahead: the launch may overlap the one before it."""
+    """Returns the macros of `few_rows.cu`. tiles: of 8 tokens. ahead: may overlap the previous launch."""
     scales = {(1, WHOLE): 0, (BLOCK, BLOCK): 2}.get((fmt.rows, fmt.columns), 1)
     return {
         "CODE": _CODES[fmt.code], "SCALES": scales, "GROUP": fmt.columns if scales == 1 else BLOCK,
@@ -176,7 +180,7 @@ def defines(
 
 
 def shared_bytes(macros: Mapping[str, int | str]) -> int:
-    """Dynamic shared memory of a program: what `few_rows.cu` computes by its macros."""
+    """Returns the bytes of dynamic shared memory of a program, as `few_rows.cu` computes them from macros."""
     m = {name: int(value) for name, value in macros.items() if value != "inputs"}
     tiles, warps = m["RT"], m["WARPS"]
     pieces = 1 if m["CODE"] >= 2 else 2
@@ -199,7 +203,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
 
 
 def token_tiles(tokens: int) -> int:
-    """Tiles of 8 tokens of a program."""
+    """Returns the number of tiles of 8 tokens in a program."""
     return next(count for count in (1, 2, 4, 8) if tokens <= 8 * count or count == 8)
 
 
@@ -214,9 +218,9 @@ def kernel(
     *,
     bias: bool = False,
 ) -> Kernel:
-    """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile.
+    """Returns the compiled kernel for `tiles` tiles of 8 tokens. Raises RuntimeError if it does not compile.
 
-    columns: of the weight, for `Kind.one` alone.
+    columns: of the weight, read for `Kind.one` only.
     """
     macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
     size = shared_bytes(macros)
@@ -233,7 +237,7 @@ def begin(
     *,
     bias: bool = False,
 ) -> None:
-    """Compile the same kernel in another thread, for later."""
+    """Starts compiling the kernel that `kernel` returns for these arguments, in another thread."""
     columns = columns if kind.one else 0
     macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
     build.begin(__package__, _SOURCES, macros)
@@ -250,10 +254,11 @@ def multiply(
     experts: int = 1,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x [T, columns], bfloat16 or float16, contiguous -> [T, rows], for a format that it `serves`.
+    """Multiplies x [T, columns], bfloat16 or float16, contiguous, by a weight; returns [T, rows].
 
-    With gated, half as many columns; with pairs, a row for each pair or, SUMMED, for each token. experts:
-    how many weights are stacked. out: contiguous, of the result's shape, where it is written to.
+    The format must be one that `serves` accepts. bias: [rows] or None. With gated the result has rows / 2
+    columns; with pairs, one row per pair or, for SUMMED, per token. experts: number of stacked weights. out:
+    contiguous, with the result's shape; the result is written there if given.
     """
     call = arranged(x, weight, bias, cut, kind, beside, experts=experts, out=out)
     built = kernel(
@@ -265,7 +270,7 @@ def multiply(
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A launch: its result, tiles of 8 tokens, programs (across, down), and arguments."""
+    """A launch: its result, tiles of 8 tokens, number of programs (across, down), and arguments."""
 
     out: Tensor
     tiles: int
@@ -284,7 +289,7 @@ def arranged(
     experts: int = 1,
     out: Tensor | None = None,
 ) -> Call:
-    """The launch of `multiply`."""
+    """Returns the launch of `multiply` for x [T, columns], without running it. Arguments: as there."""
     rows = weight.rows // experts
     width = rows // 2 if kind.gated else rows
     tokens, down, tiles, most = x.shape[0], 1, 1, 0
@@ -320,5 +325,5 @@ def arranged(
 
 
 def address(tensor: Tensor | None) -> int:
-    """The address of a tensor [..], 0 for none."""
+    """Returns the address of a tensor [..], 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -1,6 +1,6 @@
 """Launches `shared_rows.cu`: products of 9 to 64 rows with narrow weights on Hopper.
 
-Between them lies what `few_rows.cu` cannot do well: it reads x once for every 16 to 64 rows of a weight.
+`few_rows.cu` reads x once for every 16 to 64 rows of a weight, which is slow here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _LAY_THREADS = 512
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How a product is cut: tiles of 16 rows of a warp, warps, blocks in flight, parts of the columns.
+    """How a product is cut. tiles: of 16 weight rows per warp. warps: per program. stages: blocks in flight.
 
-    laid: four warps multiply together, with x as `lay_rows` writes it.
+    parts: of the columns. laid: four warps multiply together, with x as `lay_rows` writes it.
     """
 
     tiles: int
@@ -41,7 +41,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """What `lay_rows` makes of x: bytes in the order of shared memory, and factors of sums [T]."""
+    """The result of `lay_rows` for x [T, columns]: bytes in shared memory's order; factors of sums [T]."""
 
     numbers: Tensor
     unscale: Tensor
@@ -49,7 +49,7 @@ class Laid:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A launch: its result, memory for sums, programs (stripes, parts), and arguments."""
+    """A launch: its result, memory for sums, number of programs (stripes, parts), and arguments."""
 
     out: Tensor
     partial: Tensor | None
@@ -72,7 +72,7 @@ def defines(
     *,
     bias: bool = False,
 ) -> dict[str, int | str]:
-    """Macros of `shared_rows.cu`. tiles: of 8 tokens. act: of gated rows, or None."""
+    """Returns the macros of `shared_rows.cu`. tiles: of 8 tokens. act: of gated rows, or None."""
     kind = Kind(gated=act is not None, act=act or Act.SILU)
     made = few_rows.defines(
         fmt, 0, tiles, dtype, Warps(cut.tiles, cut.warps, cut.stages), kind, bias=bias
@@ -84,7 +84,7 @@ def defines(
 
 
 def shared_bytes(macros: Mapping[str, int | str]) -> int:
-    """Dynamic shared memory of a program: what `shared_rows.cu` computes by its macros."""
+    """Returns a program's bytes of dynamic shared memory, as `shared_rows.cu` computes them from macros."""
     m = {name: int(value) for name, value in macros.items()}
     rows = m["WARPS"] * m["RT"] * 16
     codes = rows * (64 if m["CODE"] >= 2 else 128)
@@ -107,14 +107,17 @@ def kernel(
     *,
     bias: bool = False,
 ) -> Kernel:
-    """The compiled kernel for `tiles` tiles of 8 tokens. RuntimeError if it does not compile."""
+    """Returns the compiled kernel for `tiles` tiles of 8 tokens.
+
+    Raises RuntimeError if it does not compile.
+    """
     macros = defines(fmt, tiles, dtype, cut, act, bias=bias)
     size = shared_bytes(macros)
     return build.build(__package__, _SOURCES, "shared_rows", macros, size, ARGUMENTS)
 
 
 def compiled_as(cut: Shares) -> Shares:
-    """The cut that stands for all that share one compiled kernel."""
+    """Returns the cut that represents all cuts with the same compiled kernel."""
     return replace(cut, parts=min(cut.parts, 2))
 
 
@@ -127,16 +130,17 @@ def begin(
     *,
     bias: bool = False,
 ) -> None:
-    """Compile the same kernel in another thread, for later."""
+    """Starts compiling the kernel that `kernel` returns for these arguments, in another thread."""
     build.begin(__package__, _SOURCES, defines(fmt, tiles, dtype, cut, act, bias=bias))
 
 
 def multiply(
     x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Shares, act: Act | None = None
 ) -> Tensor:
-    """x [T, columns], contiguous, T up to 64 -> [T, rows], for a format that it `reads`.
+    """Multiplies x [T, columns], contiguous, T up to 64, by a weight; returns [T, rows] in x's dtype.
 
-    act: rows are all gates, then all ups: [T, rows / 2], activated.
+    The format must be one that `reads` accepts. bias: [rows] or None. act: the weight's rows are all gates,
+    then all ups, and the result is [T, rows / 2], activated.
     """
     from kvant.kernels.triton.device import arrivals
 
@@ -150,7 +154,7 @@ def multiply(
 
 
 def lay(x: Tensor, fmt: WeightFormat, cut: Shares, act: Act | None, *, bias: bool) -> Laid:
-    """x [T, columns] for products with weights of this format, in a launch of its own."""
+    """Arranges x [T, columns] for products with weights of this format, in a separate launch."""
     room = 8 * token_tiles(len(x)) * x.shape[1] * 2
     found = Laid(x.new_empty(room, dtype=torch.uint8), x.new_empty(len(x), dtype=torch.float32))
     macros = defines(fmt, token_tiles(len(x)), x.dtype, compiled_as(cut), act, bias=bias)
@@ -174,9 +178,10 @@ def arranged(
     arrived: Tensor,
     laid: Laid | None = None,
 ) -> Call:
-    """The launch of `multiply`. arrived: int32 zeros, at least one for each stripe of rows.
+    """Returns the launch of `multiply` for x [T, columns], without running it.
 
-    laid: of x, for a cut that wants it.
+    arrived: int32 zeros, at least one for each stripe of rows; zeros again afterwards. laid: the result of
+    `lay`, for a cut with `laid`.
     """
     assert cut.laid == (laid is not None)
     tokens, (rows, columns) = x.shape[0], weight.shape

@@ -1,9 +1,9 @@
 """Products with weights in GGUF's blocks whose numbers have offsets, or scales within superblocks.
 
 Codes lie in runs of 32 inputs: byte j of a run has input j in its low half, and input j + 16 in its high
-half. 6-bit codes have their upper 2 bits behind all low halves: byte j of 8 has those of inputs j, j + 8,
-j + 16 and j + 24. Numbers are decoded in float32 as the codec does. `block_product` then rounds them to the
-dtype of x.
+half. 6-bit codes have their upper 2 bits after all low halves, in 8 bytes per run: byte j has the bits of
+inputs j, j + 8, j + 16 and j + 24. Numbers are decoded in float32 as the codec does. `block_product` then
+rounds them to the dtype of x.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Q6_K = tl.constexpr(2)  # int8 scale per 16 inputs, float16 factor per 256
 
 @triton.jit
 def _number(code):
-    """Codes 0..63 as float32, exactly: the lowest bits of 2^23 + code."""
+    """Returns codes 0..63 as float32, exactly: the lowest bits of 2^23 + code."""
     return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _each16(values):
-    """Each value of [ROWS, RUNS] 16 times: [ROWS, RUNS * 16]."""
+    """Repeats each value of [ROWS, RUNS] 16 times: [ROWS, RUNS * 16]."""
     wide = tl.broadcast_to(values[:, :, None], (values.shape[0], values.shape[1], 16))
     return tl.reshape(wide, (values.shape[0], values.shape[1] * 16))
 
@@ -34,9 +34,10 @@ def _numbers(
     weight, scales, offsets, factors, n, inside, s, hi, COLUMNS, SCALE_K, FACTOR_K, FACTOR_O,
     KIND: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Numbers of rows n [ROWS], int64, of a weight, in RUNS runs from column s on, which end before hi.
+    """Decodes rows n [ROWS], int64, of a weight, in RUNS runs from column s, which end before hi.
 
-    Returns those of low and of high halves, float32 [ROWS, RUNS * 16]. Without a number, anything finite.
+    Returns the numbers of low and of high halves, float32 [ROWS, RUNS * 16]. Outside the weight they are any
+    finite numbers.
     """
     j = tl.arange(0, RUNS * 16)
     runs = s // 32 + tl.arange(0, RUNS)
@@ -75,7 +76,7 @@ def _numbers(
 
 @triton.jit
 def _columns(s, RUNS: tl.constexpr):
-    """Columns of low halves in RUNS runs from s on; those of high halves are 16 behind them."""
+    """Returns the columns of low halves in RUNS runs from s; those of high halves are 16 further."""
     j = tl.arange(0, RUNS * 16)
     return s + j // 16 * 32 + j % 16
 
@@ -89,8 +90,8 @@ def block_product(
     """Program (a tile of tokens, a stripe of ROWS rows of the weight, one of `split` parts of its columns).
 
     x: [tokens, COLUMNS]. weight, scales, offsets, factors: as in `NarrowWeight`; groups of scales lie SCALE_K
-    apart, superblocks of factors FACTOR_K, factors of offsets FACTOR_O behind those of scales. The other
-    names are those of `kernels.product`.
+    apart, superblocks of factors FACTOR_K, factors of offsets FACTOR_O after those of scales. Other names: as
+    in `kernels.product`.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)
@@ -150,7 +151,7 @@ def block_vector(
     x, weight, scales, offsets, factors, bias, out, N, COLUMNS, SCALE_K, FACTOR_K, FACTOR_O,
     KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """One row x [COLUMNS]. Program: ROWS rows of the weight, BLOCK columns at a time."""
+    """Program: ROWS rows of the weight times one row x [COLUMNS], BLOCK columns at a time."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < N
     wide = n.to(tl.int64)
@@ -176,9 +177,9 @@ def decode_blocks(
     rows, weight, scales, offsets, factors, out, N, COLUMNS, SCALE_K, FACTOR_K, FACTOR_O,
     KIND: tl.constexpr, PICKED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (ROWS rows of out, BLOCK columns): numbers of a weight, rounded once to out's dtype.
+    """Program (ROWS rows of out, BLOCK columns): decodes numbers of a weight, rounded once to out's dtype.
 
-    out: [N, COLUMNS]. PICKED: its row n is row rows[n] of the weight.
+    out: [N, COLUMNS]. PICKED: row n of out is row rows[n] of the weight.
     """
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = at < N

@@ -1,7 +1,7 @@
-"""Codes of weights to bfloat16 or float16 in registers. Every conversion is exact; scales come later.
+"""Decodes weights' codes to bfloat16 or float16 in registers. Every conversion is exact; scales come later.
 
-PTX handles four neighbouring elements in a register (pack=4), each by itself. Without PTX the same
-numbers come from plain operations as float32, for Triton's interpreter.
+PTX handles four neighbouring elements of a register together (pack=4). Without PTX, for Triton's
+interpreter, plain operations give the same numbers as float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ E2M1 = tl.constexpr(3)
 
 
 def _both(template: str, **values: tuple[str, str]) -> tuple[tl.constexpr, tl.constexpr]:
-    """The assembly for bfloat16 and for float16. values: what stands for each name."""
+    """Returns the assembly for bfloat16 and for float16. values: the text for each placeholder, for both."""
     made = []
     for index, kind in enumerate(("bf16x2", "f16x2")):
         text = template.replace("KIND", kind)
@@ -100,9 +100,9 @@ _E2M1_BF16, _E2M1_FP16 = _both(
 
 @triton.jit
 def decode_e4m3(codes, dtype: tl.constexpr, PTX: tl.constexpr):
-    """uint8 codes to numbers: the code's bits in their places, times a power of two for the bias.
+    """Decodes uint8 codes: moves the code's bits into place, times a power of two for the exponent's bias.
 
-    Subnormal codes are subnormal there too.
+    Subnormal codes become subnormal numbers before the multiplication.
     """
     if PTX:
         if dtype == tl.float16:
@@ -121,7 +121,7 @@ def decode_e4m3(codes, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decode_int8(codes, dtype: tl.constexpr, PTX: tl.constexpr):
-    """uint8 bits of int8 codes to numbers: (base + low seven bits) - (base, or base + 128 if negative)."""
+    """Decodes uint8 bits of int8 codes: (base + low seven bits) - (base, or base + 128 if negative)."""
     if PTX:
         if dtype == tl.float16:
             return tl.inline_asm_elementwise(
@@ -138,7 +138,7 @@ def decode_int8(codes, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decode_int4(codes, dtype: tl.constexpr, PTX: tl.constexpr):
-    """uint8 bytes of two codes to (low, high) less 8: with n in its low bits, a base is base + n."""
+    """Decodes bytes of two codes to (low - 8, high - 8): a base with n in its low bits is base + n."""
     if PTX:
         if dtype == tl.float16:
             return tl.inline_asm_elementwise(
@@ -156,7 +156,7 @@ def decode_int4(codes, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decode_int4_less(codes, zeros, dtype: tl.constexpr, PTX: tl.constexpr):
-    """uint8 bytes of two codes to (low, high) less their zero point (uint8 of the same shape)."""
+    """Decodes bytes of two codes to (low, high) minus their zero point, uint8 of the same shape."""
     if PTX:
         if dtype == tl.float16:
             return tl.inline_asm_elementwise(
@@ -176,7 +176,7 @@ def decode_int4_less(codes, zeros, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def decode_e2m1(codes, dtype: tl.constexpr, PTX: tl.constexpr):
-    """uint8 bytes of two codes to (low, high): bits in their places, times a power of two for the bias."""
+    """Decodes bytes of two codes to (low, high): moves bits into place, times a power of two for the bias."""
     if PTX:
         if dtype == tl.float16:
             return tl.inline_asm_elementwise(

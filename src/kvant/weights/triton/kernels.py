@@ -1,9 +1,9 @@
-"""Products of rows of bfloat16 with narrow weights, which are decoded in registers.
+"""Products of bfloat16 rows with narrow weights, which are decoded in registers.
 
-Two kernels: `product` multiplies decoded tiles by matrix instructions, `vector` multiplies one row on the
-ordinary units. Sums are float32. A scale multiplies sums of codes: per output at the end, per group of
-inputs after each step. In finer groups it multiplies the decoded numbers, which rounds them to bfloat16
-(not for e2m1 with a power of two or an e4m3 scale, whose numbers fit).
+`product` multiplies decoded tiles by matrix instructions, `vector` multiplies one row without them. Sums are
+float32. A scale multiplies sums of codes: per output at the end, per group of inputs after each step. In
+finer groups it multiplies the decoded numbers, which rounds them to bfloat16, except e2m1 with a scale that
+is a power of two or e4m3, whose products are exact.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvant.weights.triton.decode import (
 )
 
 PER_OUTPUT = tl.constexpr(0)  # scales [rows]
-PER_STEP = tl.constexpr(1)  # one block of inputs a step
-FINE = tl.constexpr(2)  # several groups a step
+PER_STEP = tl.constexpr(1)  # one block of inputs per step
+FINE = tl.constexpr(2)  # several groups per step
 
 
 @triton.jit
 def _halves(
     tile, zeros, dtype: tl.constexpr, CODE: tl.constexpr, ZEROS: tl.constexpr, PTX: tl.constexpr
 ):
-    """A tile of 4-bit codes as its low and its high halves."""
+    """Decodes a tile of 4-bit codes into its low and its high halves."""
     if CODE == E2M1:
         low, high = decode_e2m1(tile, dtype, PTX)
     elif ZEROS:
@@ -51,7 +51,7 @@ def _whole(tile, dtype: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def scale_value(stored, SCALE: tl.constexpr):
-    """Stored scales as float32. SCALE: 0 a float, 1 e8m0, 2 e4m3."""
+    """Returns stored scales as float32. SCALE: 0 a float, 1 e8m0, 2 e4m3."""
     if SCALE == 1:
         return tl.exp2(stored.to(tl.float32) - 127.0)
     elif SCALE == 2:
@@ -68,10 +68,10 @@ def tile_sums(
     BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, PTX: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Add products of rows n [ROWS] of a weight with TOKENS rows of x, over columns lo to hi, to acc.
+    """Adds to acc the products of rows n [ROWS] of a weight with TOKENS rows of x, over columns lo to hi.
 
-    x_at: pointers [1, TOKENS] to rows of x; `there` [TOKENS] says which of them count. The other names are
-    those of `product`. Scales of outputs, and the factor, are left to the caller.
+    x_at: pointers [1, TOKENS] to rows of x; `there` [TOKENS] masks rows that exist. Other names: as in
+    `product`. The caller applies scales of outputs, and the factor.
     """
     s_at = scales + (n // BLOCK_ROWS) * SCALE_N
     if ZEROS:
@@ -147,7 +147,7 @@ def tile_sums(
 
 @triton.jit
 def _spread(values, COUNT: tl.constexpr):
-    """Each value of [ROWS, groups] COUNT times: [ROWS, groups * COUNT]."""
+    """Repeats each value of [ROWS, groups] COUNT times: [ROWS, groups * COUNT]."""
     wide = tl.broadcast_to(values[:, :, None], (values.shape[0], values.shape[1], COUNT))
     return tl.reshape(wide, (values.shape[0], values.shape[1] * COUNT))
 
@@ -162,11 +162,11 @@ def product(
 ):  # fmt: skip
     """Program (a tile of tokens, a stripe of ROWS rows of the weight, one of `split` parts of its columns).
 
-    x: [tokens, COLUMNS]. weight: codes, uint8. scales: of the group (n // BLOCK_ROWS, k // GROUP) at
-    n * SCALE_N + k * SCALE_K; zeros alike. factor: float32 [1] where FACTOR. out: [tokens, N].
-    PARTS: split > 1. partial: float32 [programs, split, ROWS, TOKENS].
-    arrived: int32, zeros, and zeros again afterwards.
-    EVEN: every tile lies within the weight, and every part is equally long.
+    x: [tokens, COLUMNS]. weight: codes, uint8. scales: the one of group (n // BLOCK_ROWS, k // GROUP) lies at
+    n * SCALE_N + k * SCALE_K; zeros alike. factor: float32 [1], read if FACTOR. out: [tokens, N].
+    PARTS: split > 1. partial: float32 [programs, split, ROWS, TOKENS], scratch.
+    arrived: int32, zeros before and after.
+    EVEN: every tile lies within the weight, and all parts have the same length.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     tile = tl.program_id(0)
@@ -211,7 +211,7 @@ def _store(
     acc, n, inside, t, there, s_at, factor, bias, out, N,
     SHARE: tl.constexpr, SCALE: tl.constexpr, FACTOR: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Sums [ROWS, TOKENS] with what belongs to outputs."""
+    """Applies scales and bias of outputs to sums [ROWS, TOKENS], and stores the results."""
     if SHARE == PER_OUTPUT:
         acc *= scale_value(tl.load(s_at, mask=inside, other=0), SCALE)[:, None]
     if FACTOR:
@@ -229,9 +229,9 @@ def vector(
     BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One row x [COLUMNS]. Program: ROWS rows of the weight. The names are those of `product`.
+    """Program: ROWS rows of the weight times one row x [COLUMNS]. Other names: as in `product`.
 
-    BLOCK: columns at a time, of which 4-bit codes take two a byte. EVEN: BLOCK divides COLUMNS.
+    BLOCK: columns at a time; a byte of 4-bit codes has two. EVEN: BLOCK divides COLUMNS.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -319,7 +319,7 @@ def decode_tile(
     BLOCK_ROWS: tl.constexpr, ZEROS: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Program (ROWS rows, BLOCK columns): numbers of a weight, rounded once to out's dtype [N, COLUMNS]."""
+    """Program (ROWS rows, BLOCK columns): decodes numbers of a weight into out [N, COLUMNS], rounded once."""
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < N
     s_at = scales + (n // BLOCK_ROWS) * SCALE_N
@@ -361,14 +361,14 @@ def decode_tile(
 
 @triton.jit
 def saturated(x):
-    """x [..], float32, with at most the largest magnitude of e4m3; NaN stays NaN."""
+    """Clamps x [..], float32, to the largest magnitude of e4m3; NaN stays NaN."""
     low = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(low, 448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
-    """Program: one row of x [T, COLUMNS] to e4m3 codes and its scale."""
+    """Program: rounds one row of x [T, COLUMNS] to e4m3 codes and its scale."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     there = c < COLUMNS
@@ -382,7 +382,7 @@ def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_by(x, codes, scale, COUNT, BLOCK: tl.constexpr):
-    """Program: BLOCK of the COUNT numbers of x to e4m3 codes by one scale, float32 [1]."""
+    """Program: rounds BLOCK of the COUNT numbers of x to e4m3 codes by one scale, float32 [1]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < COUNT
     values = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
@@ -392,7 +392,7 @@ def round_by(x, codes, scale, COUNT, BLOCK: tl.constexpr):
 
 @triton.jit
 def round_groups(x, codes, scales, COLUMNS, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Program (row, GROUPS groups): each GROUP numbers of x [T, COLUMNS] to e4m3 codes and a scale.
+    """Program (row, GROUPS groups): rounds each GROUP numbers of x [T, COLUMNS] to e4m3 codes and a scale.
 
     scales: [T, COLUMNS / GROUP].
     """
@@ -414,10 +414,10 @@ def product_of_blocks(
     x, x_scales, weight, scales, bias, out, tokens, N, COLUMNS, SCALE_N,
     TOKENS: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """e4m3 times e4m3 in blocks of 128 x 128. Program (128 rows of the weight, TOKENS rows of x).
+    """Program (128 rows of the weight, TOKENS rows of x): e4m3 times e4m3 in blocks of 128 x 128.
 
-    x: codes [tokens, COLUMNS]; x_scales: [tokens, COLUMNS / 128]. weight: codes [N, COLUMNS]; scales:
-    [ceil(N / 128), COLUMNS / 128] with rows SCALE_N apart. Sums of a block of columns are scaled in float32.
+    x: codes [tokens, COLUMNS]; x_scales: [tokens, COLUMNS / 128]. weight: codes [N, COLUMNS]; scales: [ceil(N
+    / 128), COLUMNS / 128] with rows SCALE_N apart. Sums over a block of columns are scaled in float32.
     """
     stripe = tl.program_id(0)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)

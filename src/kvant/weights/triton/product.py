@@ -1,4 +1,4 @@
-"""Launches of products with narrow weights: which kernel, and how a weight is cut."""
+"""Launches products with narrow weights: passes a weight's layout, and a cut, to the kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCKS = {
     Q4_K: block_kernels.Q4_K.value,
     Q6_K: block_kernels.Q6_K.value,
 }
-"""Formats that `block_kernels` multiplies with."""
+"""Formats that `block_kernels` multiplies by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Stripe:
 
 
 def layout(weight: NarrowWeight, depth: int) -> dict[str, Any]:
-    """Arguments that say where a weight's scales are. depth: columns of a step of the kernel."""
+    """Returns kernel arguments that describe a weight's scales. depth: columns of a step of the kernel."""
     fmt = weight.format
     group = weight.columns if fmt.columns == WHOLE else fmt.columns
     if fmt.columns == WHOLE:
@@ -75,7 +75,7 @@ def layout(weight: NarrowWeight, depth: int) -> dict[str, Any]:
 
 
 def tiled(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Tiles) -> Tensor:
-    """x [T, columns] times a weight by `kernels.product` or `block_product`: [T, rows] in x's dtype."""
+    """Multiplies x [T, columns] by `kernels.product` or `block_product`; returns [T, rows] in x's dtype."""
     tokens, (n, columns) = x.shape[0], weight.shape
     out = x.new_empty(tokens, n)
     tiles, stripes = triton.cdiv(tokens, cut.tokens), triton.cdiv(n, cut.rows)
@@ -102,7 +102,10 @@ def tiled(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Tiles) -> T
 
 
 def one(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Stripe) -> Tensor:
-    """One row x [1, columns] times a weight by `kernels.vector` or `block_vector`: [1, rows] in x's dtype."""
+    """Multiplies one row x [1, columns] by `kernels.vector` or `block_vector`.
+
+    Returns [1, rows] in x's dtype.
+    """
     n, columns = weight.shape
     out = x.new_empty(1, n)
     if weight.format in _BLOCKS:
@@ -120,7 +123,7 @@ def one(x: Tensor, weight: NarrowWeight, bias: Tensor | None, cut: Stripe) -> Te
 
 
 def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
-    """Write a weight's numbers into out [rows, columns], and return it."""
+    """Decodes a weight into out [rows, columns], and returns it."""
     if weight.format in _BLOCKS:
         return _decode_blocks(weight, None, out)
     n, columns = weight.shape
@@ -133,7 +136,7 @@ def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
 
 
 def rows_decoded(weight: NarrowWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some rows, by their indices [n], of a weight in groups of inputs: [n, columns] in this dtype."""
+    """Decodes rows [n] of a weight in groups of inputs; returns [n, columns] in this dtype."""
     if weight.format in _BLOCKS:
         out = torch.empty(len(rows), weight.columns, dtype=dtype, device=rows.device)
         return _decode_blocks(weight, rows, out) if len(rows) else out
@@ -166,7 +169,7 @@ def _block_layout(weight: NarrowWeight) -> dict[str, int]:
 
 
 def round_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Rounds x [T, columns], contiguous, by a scale a row: codes like x, float8_e4m3fn; scales [T, 1]."""
+    """Rounds x [T, columns], contiguous, by a scale per row. codes: float8_e4m3fn like x. scales: [T, 1]."""
     tokens, columns = x.shape
     block = triton.next_power_of_2(columns)
     kernels.round_row[(tokens,)](
@@ -175,7 +178,7 @@ def round_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def round_by(x: Tensor, scale: Tensor, codes: Tensor) -> None:
-    """Rounds x [T, columns], contiguous, by one scale, float32 [1]. codes: like x, float8_e4m3fn."""
+    """Rounds x [T, columns], contiguous, by one scale, float32 [1]. Writes codes: float8_e4m3fn like x."""
     block = 4096
     kernels.round_by[(triton.cdiv(x.numel(), block),)](
         x, codes, scale, x.numel(), BLOCK=block, num_warps=8
@@ -185,7 +188,7 @@ def round_by(x: Tensor, scale: Tensor, codes: Tensor) -> None:
 def round_groups(x: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
     """Rounds x [T, columns], contiguous, by a scale for each `group` numbers.
 
-    codes: like x, float8_e4m3fn. scales: [T, columns / group] float32.
+    codes: like x, float8_e4m3fn. scales: [T, columns / group] float32. Both are written.
     """
     tokens, columns = x.shape
     kernels.round_groups[(tokens, triton.cdiv(columns // group, 16))](
@@ -194,7 +197,10 @@ def round_groups(x: Tensor, group: int, codes: Tensor, scales: Tensor) -> None:
 
 
 def of_blocks(x: Tensor, scales: Tensor, weight: NarrowWeight, out: Tensor) -> Tensor:
-    """Codes x [T, columns] and scales of `rounded_groups` times a weight in blocks, into out [T, rows]."""
+    """Multiplies codes x [T, columns] by a weight in blocks, into out [T, rows].
+
+    scales: [T, columns / 128] float32, of `round_groups`.
+    """
     tokens, (n, columns) = x.shape[0], weight.shape
     wide = 128 if tokens > 64 else 64
     kernels.product_of_blocks[(triton.cdiv(n, 128), triton.cdiv(tokens, wide))](
@@ -209,5 +215,5 @@ def _ptx(x: Tensor) -> bool:
 
 
 def processors(x: Tensor) -> int:
-    """Multiprocessors of the device of x [..]."""
+    """Returns the number of multiprocessors of the device of x [..]."""
     return multiprocessors(x.device)

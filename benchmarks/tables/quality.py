@@ -105,6 +105,22 @@ def wide_decode(data: Any) -> Cells:
     return lines
 
 
+@table("eval-quick", "smollm2-eval-quick.json")
+def evaluated(data: Any) -> Cells:
+    contexts = [str(length) for length in data["contexts"]]
+    lines = [["KV format", "B/token", *(f"mean KL at {int(c):,}" for c in contexts), "99 %", "same top token",
+              "PPL ratio", "K alone", "V alone", "tokens/s"]]  # fmt: skip
+    for name, one in data["formats"].items():
+        kl = [one["contexts"][c]["kld_mean"] for c in contexts]
+        alone = (one["k_alone"], one["v_alone"])
+        lines.append(
+            [name, f"{one['bytes_per_token']:,}", *(f"{x:.5f}" for x in (*kl, one["kld_p99"])),
+             percent(one["same_top"], digits=1), f"{one['ppl_ratio']:.4f}",
+             *(f"{x:.5f}" for x in alone), f"{one['decode']['tokens_per_second']:.1f}"]
+        )  # fmt: skip
+    return lines
+
+
 @table("head-sizes", "head-sizes.json")
 def head_sizes(data: Any) -> Cells:
     lines = [["format", "bits, heads of 64", "error", "bits, heads of 128", "error"]]

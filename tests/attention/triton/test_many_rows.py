@@ -63,7 +63,7 @@ def test_two_programs_with_three_tiles_or_more_fit_a_multiprocessor_in_every_pai
     None
 ):
     multiprocessor, static_and_system = 228 * 1024, 4 * 1024 + 1024
-    assert len(many_rows.SERVED) == 8
+    assert len(many_rows.SERVED) == 11
     for k, v in itertools.product(many_rows.SERVED, repeat=2):
         stages = many_rows.shape_for(k, v).stages
         program = many_rows.shared_bytes(k, v) + static_and_system

@@ -32,6 +32,7 @@ __device__ __forceinline__ u32 pack_16_bit(float lo, float hi) {
   return word;
 }
 __device__ __forceinline__ u16 half_of(float x) { u16 d; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(d) : "f"(x)); return d; }
+__device__ __forceinline__ float float_of(u32 half) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)half)); return y; }
 __device__ __forceinline__ u32 cvt_lo(u32 x) { u32 d; asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, a; }" : "=r"(d) : "r"(x)); return d; }
 __device__ __forceinline__ u32 cvt_hi(u32 x) { u32 d; asm("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.rn.f16x2.e4m3x2 %0, b; }" : "=r"(d) : "r"(x)); return d; }
 

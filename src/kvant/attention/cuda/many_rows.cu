@@ -143,12 +143,12 @@ __device__ __forceinline__ void score_tiles(Shared& shared, u32 control, const W
     multiply_keys<1>(s, second, queries);
     float ks0 = unit, ks1 = unit, vs0 = 1.0f, vs1 = 1.0f;
     if (SCALED_K) {
-      ks0 *= KeyFormat::scale_of(lds_u(tile + OFF_SK + mine * 4));
-      ks1 *= KeyFormat::scale_of(lds_u(tile + OFF_SK + (mine + 8) * 4));
+      ks0 *= KeyFormat::scale_of(KeyFormat::word_at(tile + OFF_SK, mine));
+      ks1 *= KeyFormat::scale_of(KeyFormat::word_at(tile + OFF_SK, mine + 8));
     }
     if (SCALED_V) {
-      vs0 = ValueFormat::scale_of(lds_u(tile + OFF_SV + mine * 4));
-      vs1 = ValueFormat::scale_of(lds_u(tile + OFF_SV + (mine + 8) * 4));
+      vs0 = ValueFormat::scale_of(ValueFormat::word_at(tile + OFF_SV, mine));
+      vs1 = ValueFormat::scale_of(ValueFormat::word_at(tile + OFF_SV, mine + 8));
     }
     turn.next();
     const u32 after = tiles + turn.index * STAGE;
@@ -275,7 +275,7 @@ struct Copies {
     row_k = tid / PER_K; row_v = tid / PER_V; row_s = tid % TILE;
     k = k_codes + w.head * BYTES_K + (tid % PER_K) * 16;
     v = v_codes + w.head * BYTES_V + (tid % PER_V) * 16;
-    scales = of_keys ? k_scales + w.head * SB_K : v_scales + w.head * SB_V;
+    scales = of_keys ? k_scales + w.head * PAGE_SB_K : v_scales + w.head * PAGE_SB_V;
     to_k = mixed<BYTES_K>(row_k, tid % PER_K);
     to_v = OFF_V + mixed<BYTES_V>(row_v, tid % PER_V);
     to_s = of_keys ? OFF_SK + row_s * SB_K : OFF_SV + row_s * SB_V;
@@ -310,8 +310,9 @@ struct Copies {
       copy16(tile + to_v + r * PASS_V * BYTES_V, row_of(v + offset(row) * (HEADS * BYTES_V), page_v[r], page_bytes), there(row));
     }
     if (SB_K || SB_V) {
-      const u32 bytes = of_keys ? SB_K : SB_V;
-      const u8* const from = row_of(scales + offset(row_s) * (HEADS * bytes), page_s, page_bytes);
+      const u32 bytes = of_keys ? PAGE_SB_K : PAGE_SB_V;
+      const u8* from = row_of(scales + offset(row_s) * (HEADS * bytes), page_s, page_bytes);
+      if (PAGE_SB_K == 2 || PAGE_SB_V == 2) from = (const u8*)((u64)from & ~3ull);
       if (SB_K && of_keys) copy_small<SB_K ? SB_K : 4>(tile + to_s, from, there(row_s));
       if (SB_V && !of_keys) copy_small<SB_V ? SB_V : 4>(tile + to_s, from, there(row_s));
     }
@@ -387,8 +388,9 @@ __device__ __forceinline__ void turn_outputs(float* turned, const float (&o0)[32
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float a = o0[at + 2 * h], b = o1[at + 2 * h];
-      if (BYTES_V == 128) {
-        *(float2*)(turned + row * PITCH + 2 * (16 * warp + g + 8 * h)) = make_float2(a, b);
+      if (BYTES_V != 64) {
+        const int d = BYTES_V == 128 ? 2 * (16 * warp + g + 8 * h) : 8 * (g + 8 * h) + 2 * warp;
+        *(float2*)(turned + row * PITCH + d) = make_float2(a, b);
       } else {
         const int d = 4 * (16 * (warp & 1) + g + 8 * h) + (warp >> 1);
         turned[row * PITCH + d] = a;
@@ -402,7 +404,7 @@ __device__ __forceinline__ float sink_of(const void* sinks, int kind, int head) 
   float sink;
   if (kind == 1) sink = ((const float*)sinks)[head];
   else if (kind == 2) sink = __uint_as_float((u32)((const u16*)sinks)[head] << 16);
-  else asm("cvt.f32.f16 %0, %1;" : "=f"(sink) : "h"(((const u16*)sinks)[head]));
+  else sink = float_of(((const u16*)sinks)[head]);
   return sink * LOG2E;
 }
 

@@ -36,6 +36,12 @@ _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
 """Most dynamic shared memory of a program: all programs of a multiprocessor fit beside static memory."""
 _FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # to align, queries, probabilities twice
 _TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, the output being turned
+_LEAST_COPY = 4
+"""Bytes that a copy to shared memory takes at least: shorter scales come with a neighbour's."""
+_WITHOUT_FEEDBACK = {
+    KVDtype.INT4_FEEDBACK: KVDtype.INT4_PER_TOKEN_HEAD,
+    KVDtype.INT4_SHORT_FEEDBACK: KVDtype.INT4_SHORT,
+}
 _ARGUMENTS = (
     POINTER, LONG, LONG, POINTER, POINTER, POINTER, POINTER, POINTER, INT, POINTER, INT, POINTER, INT,
     POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, LONG, INT, FLOAT, INT, INT, INT, INT, INT,
@@ -63,7 +69,7 @@ def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bo
 
 def _stored_as(dtype: KVDtype) -> KVDtype:
     """The format whose bytes it has: error feedback changes the writer alone."""
-    return KVDtype.INT4_PER_TOKEN_HEAD if dtype is KVDtype.INT4_FEEDBACK else dtype
+    return _WITHOUT_FEEDBACK.get(dtype, dtype)
 
 
 def _format_source(dtype: KVDtype) -> str:
@@ -87,15 +93,21 @@ def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
 
 def shape_for(k: KVDtype, v: KVDtype) -> Shape:
     """How a launch is cut; stages: tiles in shared memory."""
-    stage = k.format.row_bytes(HEAD) + v.format.row_bytes(HEAD)
-    stages = min(6, (_SHARED - _FIXED) // (TILE * stage))
+    stages = min(6, (_SHARED - _FIXED) // (TILE * _row_of_tile(k, v)))
     return Shape(ROWS, TILE, WARPS, stages, PROGRAMS)
 
 
 def shared_bytes(k: KVDtype, v: KVDtype) -> int:
     """Dynamic shared memory of a program in bytes."""
-    tiles = shape_for(k, v).stages * TILE * (k.format.row_bytes(HEAD) + v.format.row_bytes(HEAD))
+    tiles = shape_for(k, v).stages * TILE * _row_of_tile(k, v)
     return max(_FIXED + tiles, _TURNED)
+
+
+def _row_of_tile(k: KVDtype, v: KVDtype) -> int:
+    """Bytes of one token's keys and values in shared memory."""
+    of_k, of_v = _side_defines("K", k), _side_defines("V", v)
+    found = of_k["BYTES_K"], of_k["SB_K"], of_v["BYTES_V"], of_v["SB_V"]
+    return sum(map(int, found))
 
 
 @functools.cache
@@ -116,11 +128,13 @@ def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
     """Macros for the format of K or of V: its struct, and facts of its declaration."""
     format = dtype.format
     codes, *scales = format.planes(HEAD)
+    scale_bytes = sum(plane.row_bytes for plane in scales)
     per_row = bool(scales) and format.granularity is Granularity.TOKEN_HEAD
     return {
         f"FORMAT_{side}": _stored_as(dtype).format.name,
         f"BYTES_{side}": codes.row_bytes,
-        f"SB_{side}": sum(plane.row_bytes for plane in scales),
+        f"SB_{side}": max(scale_bytes, _LEAST_COPY) if scales else 0,
+        f"PAGE_SB_{side}": scale_bytes,
         f"SCALED_{side}": int(per_row),
         f"ROTATE_{side}": HEAD if format.rotation is Rotation.HADAMARD else 0,
     }

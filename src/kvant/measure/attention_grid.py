@@ -47,7 +47,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One engine at one point. us: every repetition. difference: its output's distance from Kvant's."""
+    """One engine at one point.
+
+    us: every repetition. difference: largest deviation of its output from Kvant's.
+    """
 
     batch: int
     length: int
@@ -132,9 +135,9 @@ def _measure_point(
 
 
 def _paged(x: Inputs, size: int) -> tuple[Inputs, Inputs]:
-    """Return the same tokens in pages of `size`: as neighbouring small pages, and as large ones.
+    """Returns the same tokens in pages of `size`: as consecutive small pages, and as large pages.
 
-    size: a multiple of the cache's, which divides the sequences.
+    size: a multiple of the cache's page size that divides the sequences' lengths.
     """
     factor = size // x.cache.page_size
     seqs, columns = x.step.page_table.shape
@@ -156,7 +159,7 @@ def _paged(x: Inputs, size: int) -> tuple[Inputs, Inputs]:
 
 
 def table(rows: Sequence[Timed]) -> str:
-    """A line for every point: all times, and Kvant's best over the best peer's."""
+    """Formats one line per point: all times, and Kvant's best time over the best peer's."""
     everyone = list(dict.fromkeys((r.who, r.page_size) for r in rows))
     names = "".join(f"{f'{who} p{size}':>22}" for who, size in everyone)
     lines = [f"{'format':22} {'batch':>5} {'length':>7}{names}  over best"]

@@ -56,7 +56,7 @@ class Inputs:
 def make_cache(
     case: Case, num_pages: int, device: torch.device, *, seed: int = 0, distinct: int = 2048
 ) -> LayerCache:
-    """Storage of `num_pages` pages of encoded normal numbers; `distinct` pages, then repetitions."""
+    """Builds `num_pages` pages of encoded normal numbers; after `distinct` pages their content repeats."""
     torch.manual_seed(seed)
     geometry = LayerGeometry(
         0, "bench", Attention.FULL, case.q_heads, case.kv_heads, case.head_dim, case.head_dim
@@ -92,8 +92,9 @@ def make_cache(
 def paged_step(
     lengths: Sequence[int], queries: int, order: Tensor, page_size: int, *, causal: bool = True
 ) -> Step:
-    """Build a step of `queries` queries per sequence, with the page ids of `order` [pages], int32, in turn.
-    Nothing is written.
+    """Builds a step of `queries` queries per sequence. Nothing is written.
+
+    lengths: stored tokens per sequence, new ones included. order: [pages] int32, page ids, assigned in turn.
     """
     pages = [-(-length // page_size) for length in lengths]
     device, seqs, tokens = order.device, len(lengths), len(lengths) * queries
@@ -121,7 +122,7 @@ def make_inputs(
     cache: LayerCache | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Build random pages in random order and random queries; long sequences are listed, as in the engine."""
+    """Builds random pages in random order and random queries; lists long sequences, as the engine does."""
     torch.manual_seed(seed)
     pages = [-(-length // case.page_size) for length in case.lengths]
     if cache is None:

@@ -28,9 +28,9 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One engine on one case. rounds: milliseconds of each decode step, round by round.
+    """One engine on one case. rounds: milliseconds of each decode step, by round.
 
-    tokens: new tokens of one step, that is the number of sequences.
+    tokens: new tokens of one step, which is the number of sequences.
     """
 
     case: str
@@ -49,11 +49,11 @@ class Speed:
 def beside_transformers(
     llm: LLM, batches: Sequence[int], *, context: int, steps: int, rounds: int
 ) -> list[Speed]:
-    """Time `rounds` times `steps` decode steps of both engines, for each number of sequences.
+    """Times `rounds` times `steps` decode steps of both engines, for each number of sequences.
 
     Both compute in float32 over a float32 cache, on torch's threads, with the same random prompts of
-    `context` tokens. The engines take turns. `llm` must compute in float32; its weights are loaded again, for
-    transformers as float32 numbers where `llm` keeps the blocks of a GGUF file.
+    `context` tokens. The engines take turns. `llm` must compute in float32. Its weights are loaded again for
+    transformers, as float32 numbers if `llm` keeps the blocks of a GGUF file.
     """
     target = llm.planned.target
     in_blocks = read_blocks(target.config) is not None
@@ -131,10 +131,10 @@ class _Clock(StoppingCriteria):
 def decode_transformers(
     model: Any, prompts: Tensor, steps: int, cache: DynamicCache | None = None
 ) -> list[float]:
-    """Milliseconds of each of `steps` greedy steps of `generate`, with its default attention.
+    """Returns milliseconds of each of `steps` greedy steps of `generate`, with its default attention.
 
-    prompts: [sequences, tokens], int64. cache: a cache with the prompts' keys and values except for their
-    last token; a new one if None.
+    prompts: [sequences, tokens], int64. cache: a cache with the keys and values of the prompts without their
+    last token; None for a new one.
     """
     new = WARM_UP_STEPS + steps + 1
     clock = _Clock()

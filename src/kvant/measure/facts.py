@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def measurement_facts(command: str, packages: Iterable[str]) -> dict[str, object]:
-    """Date, command, commit, machine and versions, ready for JSON."""
+    """Returns date, command, commit, machine and versions, ready for JSON."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": command,
@@ -28,12 +28,12 @@ def measurement_facts(command: str, packages: Iterable[str]) -> dict[str, object
 
 
 def command_line(program: str, arguments: Sequence[str] | None = None) -> str:
-    """The command line, quoted for a shell. arguments None: this process's own."""
+    """Returns the command line, quoted for a shell. arguments: None for this process's own."""
     return f"{program} {shlex.join(sys.argv[1:] if arguments is None else arguments)}".rstrip()
 
 
 def processor() -> str:
-    """The CPU's name from Linux."""
+    """Returns the CPU's name, as Linux gives it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -43,7 +43,7 @@ def processor() -> str:
 
 
 def instructions() -> str:
-    """Instruction sets of the CPU that kernels use."""
+    """Returns the CPU's instruction sets that kernels use."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def instructions() -> str:
 
 
 def _accelerator() -> dict[str, object]:
-    """The GPU and its driver; empty without a GPU, or if torch was not imported."""
+    """Returns the GPU and its driver; empty without a GPU, or if torch is not imported."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
@@ -62,7 +62,7 @@ def _accelerator() -> dict[str, object]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """The GPU of this machine and its driver, without torch; empty without a GPU."""
+    """Returns the GPU of this machine and its driver, without torch; empty without a GPU."""
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=10)
@@ -72,7 +72,7 @@ def gpu_facts() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Commit of the running source, with a plus if it is modified; None outside a repository."""
+    """Returns the commit of the running source, with a plus if it is modified; None outside a repository."""
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:

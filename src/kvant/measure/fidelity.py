@@ -23,18 +23,18 @@ class Fidelity:
 
 
 def passage() -> str:
-    """The short bundled text (prose, numbers, a few lines of code)."""
+    """Returns the short bundled text (prose, numbers, a few lines of code)."""
     return files("kvant.measure").joinpath("passage.txt").read_text(encoding="utf-8")
 
 
 def divergences(baseline: Tensor, logits: Tensor) -> Tensor:
-    """KL(baseline || this) at every position, in nats, float64 [tokens]; both [tokens, vocab_size]."""
+    """Returns KL(baseline || this) per position in nats, float64 [tokens]; both [tokens, vocab_size]."""
     p = torch.log_softmax(baseline.double(), -1)
     q = torch.log_softmax(logits.double(), -1)
     return (p.exp() * (p - q)).sum(-1)
 
 
 def compare(baseline: Tensor, logits: Tensor) -> Fidelity:
-    """Both [tokens, vocab_size]; computed in float64."""
+    """Compares logits with a baseline, both [tokens, vocab_size], in float64."""
     same = (baseline.argmax(-1) == logits.argmax(-1)).double().mean()
     return Fidelity(divergences(baseline, logits).mean().item(), same.item(), len(baseline))

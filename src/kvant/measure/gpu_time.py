@@ -1,4 +1,4 @@
-"""Time on the GPU's own clock: replays of recorded graphs, and calls as they are launched."""
+"""Times on the GPU's own clock: replays of CUDA graphs, and launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def elapsed_us(run: Callable[[], object]) -> float:
-    """Microseconds from begin to end of what `run` launches on the current stream; waits for it."""
+    """Returns microseconds from begin to end of what `run` launches on the current stream; waits for it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     run()
@@ -18,7 +18,7 @@ def elapsed_us(run: Callable[[], object]) -> float:
 
 
 def captured(run: Callable[[], object], inner: int) -> torch.cuda.CUDAGraph:
-    """A graph of `inner` runs, captured after a warm-up and replayed once."""
+    """Returns a CUDA graph of `inner` runs, captured after a warm-up and replayed once."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -40,14 +40,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """at: time.perf_counter() when its bytes were read."""
+    """One server-sent event. at: time.perf_counter() when its bytes were read."""
 
     at: float
     data: str
 
 
 class Refused(Exception):
-    """An answer that is no 200."""
+    """The server answered with a status other than 200."""
 
     def __init__(self, status: int, body: str) -> None:
         super().__init__(f"{status}: {body}")
@@ -55,11 +55,14 @@ class Refused(Exception):
 
 
 class Cut(Exception):
-    """The connection ended before its answer did."""
+    """The connection ended before the answer did."""
 
 
 def parse_target(url: str, api_key: str | None = None) -> Target:
-    """BadValue for anything but http://HOST[:PORT][/PATH] and https. A trailing /v1 is allowed."""
+    """Parses http://HOST[:PORT][/PATH] or https; a trailing /v1 is allowed.
+
+    Raises BadValue for anything else.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadValue(f"{url} is no server", why="it is a URL such as http://127.0.0.1:8000")
@@ -70,13 +73,13 @@ def parse_target(url: str, api_key: str | None = None) -> Target:
 
 
 async def fetch(target: Target, path: str) -> str:
-    """The body of a GET. Refused, Cut or OSError."""
+    """Returns the body of a GET. Raises Refused, Cut or OSError."""
     async with _asked(target, "GET", path, None) as pieces:
         return b"".join([body async for _, body in pieces]).decode()
 
 
 async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Event, None]:
-    """The events of a POST, [DONE] left out. Refused, Cut or OSError. Closing it disconnects."""
+    """Yields the events of a POST, without [DONE]. Raises Refused, Cut or OSError. Closing it disconnects."""
     rest = b""
     async with _asked(target, "POST", path, json.dumps(body).encode()) as pieces:
         async for at, data in pieces:
@@ -91,7 +94,7 @@ async def stream(target: Target, path: str, body: Mapping[str, Any]) -> AsyncGen
 async def _asked(
     target: Target, method: str, path: str, body: bytes | None
 ) -> AsyncIterator[AsyncIterator[tuple[float, bytes]]]:
-    """Yield the body of a 200 as it arrives, over a new connection that is closed at the end."""
+    """Yields the body of a 200 as it arrives, over a new connection that is closed at the end."""
     context = ssl.create_default_context() if target.tls else None
     reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context)
     try:
@@ -117,7 +120,7 @@ async def _asked(
 async def _body(
     connection: h11.Connection, reader: asyncio.StreamReader
 ) -> AsyncIterator[tuple[float, bytes]]:
-    """(status, b"") first, then (time, bytes) until the end."""
+    """Yields (status, b"") first, then (time, bytes) until the end."""
     at = 0.0
     while True:
         try:

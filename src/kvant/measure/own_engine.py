@@ -24,9 +24,9 @@ def plan_storing(
     backend: BackendInfo | None = None,
     wide: AskedWide | None = None,
 ) -> KVPlan:
-    """Return the plan of `llm`'s model with K and V stored as asked. backend: None for the plan's.
+    """Returns the plan of `llm`'s model with K and V stored as asked.
 
-    wide: rows that are stored a second time.
+    backend: None for the plan's backends. wide: rows that are stored a second time in the model dtype.
     """
     asked = Asked(stored, f"--kv-cache-dtype {stored}")
     planned = llm.planned
@@ -36,7 +36,7 @@ def plan_storing(
 
 
 def runner_of(llm: LLM) -> ModelRunner:
-    """The runner of a model in this process."""
+    """Returns the runner of a model that runs in this process."""
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
     return runner
@@ -54,9 +54,9 @@ def engine_over(
     prefix_caching: bool = False,
     answers: bool = False,
 ) -> Engine:
-    """Build an engine that steps `runner`, whose pool has `num_pages` of `plan`.
+    """Builds an engine that steps `runner`, whose pool has `num_pages` pages of `plan`.
 
-    answers: produce text and honour ends of sequence, as in the engine of `llm`.
+    answers: produce text and stop at ends of sequence, as the engine of `llm` does.
     """
     own = llm.engine
     return Engine(
@@ -77,9 +77,9 @@ def engine_over(
 
 
 def engine_storing(llm: LLM, plan: KVPlan, *, num_seqs: int, max_model_len: int) -> Engine:
-    """An engine over the weights of `llm`, with a pool of its own for `num_seqs` sequences as in `plan`.
+    """Builds an engine over the weights of `llm`, with its own pool for `num_seqs` sequences of `plan`.
 
-    max_model_len: tokens of each sequence; rounded up to whole pages. No prefix cache.
+    max_model_len: tokens per sequence, rounded up to whole pages. The engine has no prefix cache.
     """
     inner = runner_of(llm)
     pages = -(-max_model_len // plan.page_size)

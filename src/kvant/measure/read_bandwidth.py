@@ -1,4 +1,4 @@
-"""Measure how fast a GPU reads its memory, the limit for attention over a long context."""
+"""Measures how fast a GPU reads its memory, which limits attention over a long context."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _read(x, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """TB/s of the best of a few read-and-add kernels over 2 GiB."""
+    """Returns the TB/s of the fastest of a few read-and-add kernels over 2 GiB."""
     x = torch.randint(0, 100, (2**29,), device=device, dtype=torch.int32)
     programs = torch.cuda.get_device_properties(device).multi_processor_count
     out = torch.empty(programs * 8, device=device, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Run several servers under the same loads, turn by turn, and compare them."""
+"""Runs several servers under the same loads, one after another, and compares them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.measure.serving import OUTCOMES, Load, Percentiles, Round, run, warm_
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """name: its name in tables. model: None for the first that it lists."""
+    """A server to measure. name: in tables. model: None for the first model that it lists."""
 
     name: str
     target: Target
@@ -25,7 +25,7 @@ Found = Sequence[tuple[Server, Round]]
 def parse_servers(
     texts: Sequence[str], model: str | None = None, api_key: str | None = None
 ) -> list[Server]:
-    """`NAME=URL`, or a URL, which is then called by its host and port. BadValue for two of one name."""
+    """Parses `NAME=URL`, or a URL, whose name is host and port. Raises BadValue if a name occurs twice."""
     found = []
     for text in texts:
         name, _, url = text.rpartition("=") if "=" in text.partition("://")[0] else ("", "", text)
@@ -41,9 +41,9 @@ def parse_servers(
 async def run_all(
     servers: Sequence[Server], loads: Sequence[Load], *, warm_up_requests: int, seed: int
 ) -> AsyncGenerator[tuple[Server, Round], None]:
-    """Offer each load to one server after another: the same prompts at the same moments.
+    """Offers each load to one server after another, with the same prompts at the same moments.
 
-    No server gets a prompt twice, so a prefix cache finds nothing. While one server is measured, the
+    No server gets a prompt twice, so prefix caches have no hits. While one server is measured, the
     others are idle but keep their memory.
     """
     for server in servers:
@@ -54,7 +54,7 @@ async def run_all(
 
 
 def rounds_of(found: Found) -> list[dict[str, object]]:
-    """For JSON: each server's rounds, in the order in which the servers were named."""
+    """Returns each server's rounds for JSON, in the order in which the servers were named."""
     servers = list(dict.fromkeys(server for server, _ in found))
     return [
         {
@@ -71,7 +71,7 @@ def rounds_of(found: Found) -> list[dict[str, object]]:
 
 
 def table(found: Found) -> str:
-    """Markdown; milliseconds."""
+    """Formats results as Markdown, in milliseconds."""
     lines = [
         "| requests/s | server | input/output | completed, aborted, refused, failed | out tok/s "
         "| TTFT p50 | p90 | p99 | ITL p50 | p90 | p99 | TPOT p50 | end to end p50 |",
@@ -89,7 +89,7 @@ def table(found: Found) -> str:
 
 
 def ratios(found: Found) -> str:
-    """Markdown: the first server's times over each other one's under the same load; "" for one server."""
+    """Formats the first server's times over each other server's at the same load; "" for one server."""
     first = found[0][0]
     others = [(server, one) for server, one in found if server != first]
     if not others:

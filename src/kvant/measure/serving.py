@@ -1,7 +1,7 @@
-"""A server under load, as its clients see it, in an open loop: a slow server gets no rest.
+"""Measures a server under load as its clients see it, in an open loop: arrivals ignore its speed.
 
 Requests arrive at random moments (a Poisson process of a given rate), whether or not others have been
-answered. Each has its own random tokens, and all ask for the same number of tokens. Times count from the
+answered. Each has different random tokens, and all ask for the same number of tokens. Times count from the
 moment a request was due, so a late client makes the server look worse, never better.
 """
 
@@ -19,15 +19,15 @@ from kvant.errors import NotServable, WayOut
 from kvant.measure.http_stream import Cut, Refused, Target, fetch, stream
 
 AUDIT_SECONDS = 3.0
-"""Seconds to wait for the audit of an idle server."""
+"""Seconds to wait until an idle server has audited its pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """rate: requests per second, over `seconds`. input, output: tokens. vocabulary: prompt ids are below
-    it, but not in the lowest tenth, where special tokens and single bytes often are.
+    it, but not in the lowest tenth, which often has special tokens and single bytes.
 
-    aborts: share of clients that leave, at a token drawn evenly over the answer.
+    aborts: share of clients that disconnect, at a random token of the answer.
     """
 
     rate: float
@@ -40,7 +40,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Seen:
-    """One client's view. first, last: seconds after it was due. gaps: between events, in seconds."""
+    """One client's record. first, last: seconds after it was due. gaps: seconds between events."""
 
     outcome: str = "failed"
     first: float | None = None
@@ -68,12 +68,12 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One load. ttft: due to first token. itl: event to event (a server may send several tokens in one).
+    """Results of one load. ttft: due to first token. itl: event to event (an event may have several tokens).
 
-    tpot: first to last token divided by the tokens between, per answer, which compares servers that send
-    several tokens in one event. e2e: due to last token. Both cover complete answers; aborted ones count
-    in ttft and itl up to their end. seconds: until the last client left. late: maximum delay of the
-    generator itself. server: increase of the server's own metrics, if it has Kvant's.
+    tpot: first to last token divided by the tokens between, per answer, to compare servers that send
+    several tokens per event. e2e: due to last token. Both cover complete answers; aborted ones count
+    in ttft and itl until they end. seconds: until the last client left. late: maximum delay of the
+    load generator. server: increase of the server's own metrics, if it has Kvant's.
     """
 
     load: Load
@@ -95,7 +95,10 @@ class Round:
 
 
 async def model_of(target: Target) -> str:
-    """The first model that a server names. NotServable if there is no answer, or an unexpected one."""
+    """Returns the first model that a server lists.
+
+    Raises NotServable without an answer or for an unexpected one.
+    """
     try:
         found: dict[str, Any] = json.loads(await fetch(target, "/v1/models"))
         return str(found["data"][0]["id"])
@@ -110,7 +113,7 @@ async def model_of(target: Target) -> str:
 async def warm_up(
     target: Target, model: str | None, load: Load, requests: int, *, seed: int
 ) -> None:
-    """Send `requests` requests like the load's, one after another; ignore their outcome."""
+    """Sends `requests` requests like the load's, one after another; ignores their outcome."""
     model = model or await model_of(target)
     for number in range(requests):
         numbers = random.Random(f"{seed} warm-up {number}")
@@ -118,9 +121,9 @@ async def warm_up(
 
 
 async def run(target: Target, model: str | None, load: Load, *, seed: int | str) -> Round:
-    """Offer the load, wait for every answer, ask the server for its counters.
+    """Offers the load, waits for every answer, and asks the server for its counters.
 
-    model: None for the first that the server names.
+    model: None for the first model that the server lists.
     """
     model = model or await model_of(target)
     numbers = random.Random(seed)
@@ -159,7 +162,7 @@ _HELD = "kvant:pages_held"
 
 
 def _arrivals(load: Load, numbers: random.Random) -> list[float]:
-    """Seconds after the start."""
+    """Returns moments of arrival, in seconds after the start."""
     found: list[float] = []
     at = numbers.expovariate(load.rate)
     while at < load.seconds:
@@ -186,7 +189,7 @@ async def _client(
         "stream_options": {"include_usage": True},
     }
     try:
-        if leaves_after == 0:  # before anything has come
+        if leaves_after == 0:  # before any event has come
             async with asyncio.timeout(patience):
                 await _read(target, body, due, None, seen)
         else:
@@ -204,7 +207,7 @@ async def _client(
 async def _read(
     target: Target, body: dict[str, Any], due: float, leaves_after: int | None, seen: _Seen
 ) -> None:
-    """Record events until the answer ends or `leaves_after` events have come."""
+    """Records events until the answer ends or `leaves_after` events have come."""
     events, usage = 0, None
     async with aclosing(stream(target, "/v1/completions", body)) as answer:
         async for event in answer:
@@ -233,7 +236,7 @@ async def _read(
 
 
 async def _metrics(target: Target) -> dict[str, float]:
-    """Return the relevant counters by name; empty for servers without them."""
+    """Returns the relevant counters by name; empty for servers without them."""
     try:
         text = await fetch(target, "/metrics")
     except (Refused, Cut, OSError):
@@ -247,7 +250,7 @@ async def _metrics(target: Target) -> dict[str, float]:
 
 
 async def _audited(target: Target, before: dict[str, float]) -> dict[str, float]:
-    """Return the counters after the idle server has audited its pages."""
+    """Returns the counters after the idle server has audited its pages."""
     after = await _metrics(target)
     ends = time.perf_counter() + AUDIT_SECONDS
     audits = _COUNTERS[0]

@@ -24,7 +24,7 @@ _FLAGS = ("--max-tokens", "2", "--temperature", "0")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """cache: models and compiled kernels were cached. seconds: until the first token of `kvant chat`.
+    """One start. cache: models and compiled kernels were cached. seconds: until `kvant chat`'s first token.
 
     parts: seconds by name, from another process in the same state; empty for a first start, which
     only one process can make.
@@ -38,10 +38,10 @@ class Start:
 def measure_starts(
     chat: Sequence[str], parts: Sequence[str], repeats: int, *, first: bool
 ) -> Iterator[Start]:
-    """Start the demo model. first: begin with an empty cache, and use that cache from then on.
+    """Starts the demo model. first: begin with an empty cache, and use that cache from then on.
 
-    chat: the command `kvant chat`, which takes flags. parts: a command that takes the time of its own
-    creation (`time.monotonic`) and prints a JSON object, seconds by part, as its last line.
+    chat: the command `kvant chat`, to which flags can be added. parts: a command that takes the time of its
+    own creation (`time.monotonic`) and prints a JSON object, seconds by part, as its last line.
     """
     with tempfile.TemporaryDirectory(prefix="kvant-startup-") as empty:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -56,7 +56,7 @@ def measure_starts(
 
 
 def table(starts: list[Start]) -> str:
-    """As Markdown: every start, and the medians of the parts."""
+    """Formats every start, and the medians of the parts, as Markdown."""
     lines = ["| cache | first token of `kvant chat` after |", "| --- | ---: |"]
     lines += [f"| {start.cache} | {start.seconds:.2f} s |" for start in starts]
     with_parts = [start.parts for start in starts if start.parts]
@@ -68,7 +68,7 @@ def table(starts: list[Start]) -> str:
 
 
 def _until_first_text(command: Sequence[str], environment: Mapping[str, str]) -> float:
-    """Seconds from the start of `kvant chat` to the first text after its greeting."""
+    """Returns seconds from the start of `kvant chat` to the first text after its greeting."""
     started = time.perf_counter()
     chat = subprocess.Popen(
         (*command, *_FLAGS),

@@ -4,7 +4,7 @@
                             "weights": {"facts", "cells"}}]}
 
 `formats` maps format, head size and mask to one error for each of `QUERIES`. A failed cell is a text
-instead. {"refused": reason} replaces a subtree that is refused for one reason.
+instead. {"refused": reason} replaces a subtree with a single reason of refusal.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _REFUSED = "refused"
 _WEIGHTS = "kvant verify --weights --record docs/support.json"
 
 Tree = dict[str, Any]
-"""JSON: by format, head size and mask."""
+"""JSON, nested by format, head size and mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that was verified. name: as its maker calls it. compute: what models compute in there."""
+    """A verified device. name: as its maker calls it. compute: the dtype in which models compute there."""
 
     name: str
     facts: DeviceFacts
@@ -65,7 +65,10 @@ class Device:
 
 
 def tree_of(answers: Iterable[tuple[Row, Mapping[str, Any]]]) -> Tree:
-    """Rows with what each mask's name stands for (a reason or numbers), as JSON, refusals joined."""
+    """Returns rows as JSON.
+
+    Each mask's name maps to a reason of refusal or to numbers; equal refusals join.
+    """
     found: Tree = {}
     for row, masks in answers:
         of_format = found.setdefault(row.name, {})
@@ -76,7 +79,7 @@ def tree_of(answers: Iterable[tuple[Row, Mapping[str, Any]]]) -> Tree:
 
 
 def _joined(below: Tree) -> Tree:
-    """One refusal for all if all are the same one."""
+    """Replaces a tree by one refusal if all its parts have the same refusal."""
     first = next(iter(below.values()))
     same = isinstance(first, dict) and _REFUSED in first
     return dict(first) if same and all(one == first for one in below.values()) else below
@@ -92,7 +95,7 @@ class Place:
 
 
 def cells(formats: Mapping[str, Any]) -> Iterator[tuple[Place, str | list[float | str]]]:
-    """Yield every place of a recorded backend: the reason of its refusal, or its cells."""
+    """Yields every place of a recorded backend: the reason of its refusal, or its cells."""
     for name, of_format in formats.items():
         if _REFUSED in of_format:
             heads = {str(row.head_dim): of_format for row in rows() if row.name == name}
@@ -106,7 +109,7 @@ def cells(formats: Mapping[str, Any]) -> Iterator[tuple[Place, str | list[float 
 
 
 def failures(formats: Mapping[str, Any]) -> list[str]:
-    """Return one line for every failed cell."""
+    """Returns one line for every failed cell."""
     return [
         f"{at.format}, head size {at.head_dim}, {at.mask}, {count} queries: {cell}"
         for at, found in cells(formats)
@@ -117,13 +120,13 @@ def failures(formats: Mapping[str, Any]) -> list[str]:
 
 
 def missing_rows(formats: Mapping[str, Any]) -> list[Row]:
-    """Return rows of the matrix that the record lacks."""
+    """Returns rows of the matrix that the record lacks."""
     found = {(at.format, at.head_dim) for at, _ in cells(formats)}
     return [row for row in rows() if (row.name, row.head_dim) not in found]
 
 
 def recorded(path: Path, device: Device, backends: Mapping[str, Tree]) -> Tree:
-    """Return the file's content with the results of these backends on this device replaced."""
+    """Returns the file's content with the results of these backends on this device replaced."""
     document: Tree = {"schema": SCHEMA, "runs": []}
     if path.exists():
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -139,7 +142,7 @@ def recorded(path: Path, device: Device, backends: Mapping[str, Tree]) -> Tree:
 def recorded_weights(
     path: Path, device: Device, facts: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]
 ) -> Tree:
-    """Return the file's content with the products of narrow weights on this device replaced.
+    """Returns the file's content with the products of narrow weights on this device replaced.
 
     cells: "format", "way", "rows", "errors" and "right" of each; see `kvant.weights.verify`.
     """
@@ -151,7 +154,7 @@ def recorded_weights(
 
 
 def dump(document: Mapping[str, Any]) -> str:
-    """Return JSON with one line per format, so that a change of one format changes one line."""
+    """Returns JSON with one line per format, so that a change of one format changes one line."""
     lines = [f'{{"schema": {document["schema"]}, "runs": [']
     for number, run in enumerate(document["runs"]):
         head = {key: value for key, value in run.items() if key != "backends"}
@@ -170,7 +173,7 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """Return docs/support.md: everything recorded, and what is missing."""
+    """Returns docs/support.md: everything recorded, and what is missing."""
     lines = [_TITLE]
     for run in document["runs"]:
         lines += _of_device(run, page=True)
@@ -178,7 +181,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """Return the same tables for a part of the matrix."""
+    """Returns the same tables for a part of the matrix."""
     lines = [_SUMMARY]
     for run in document["runs"]:
         lines += _of_device(run, page=False)
@@ -227,7 +230,7 @@ def _of_device(run: Mapping[str, Any], *, page: bool) -> list[str]:
 
 
 def _of_weights(found: Mapping[str, Any]) -> list[str]:
-    """Lines of products with narrow weights: the worst error for each format, way and number of rows."""
+    """Returns lines for products with narrow weights: the worst error per format, way and number of rows."""
     rows = found["cells"][0]["rows"]
     lines = ["", "### Products with narrow weights", ""]
     lines.append(
@@ -254,7 +257,7 @@ def _wrapped(text: str) -> str:
 
 
 def _head_sizes(formats: Mapping[str, Any]) -> str:
-    """Return the verified head sizes; mixed pairs have fewer."""
+    """Returns the verified head sizes; mixed pairs have fewer."""
     found: dict[str, list[str]] = {}
     for name, of_format in formats.items():
         if _REFUSED not in of_format:
@@ -268,7 +271,7 @@ def _head_sizes(formats: Mapping[str, Any]) -> str:
 
 
 def _cell_text(of_format: Mapping[str, Any], mask: str, reasons: list[str]) -> str:
-    """Return the worst error, and the refused head sizes with reasons."""
+    """Returns the worst error, and the refused head sizes with reasons."""
     worst, served, failed = 0.0, False, False
     no: dict[int, list[int]] = {}
     for at, found in cells(of_format):

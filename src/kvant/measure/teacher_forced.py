@@ -1,7 +1,7 @@
 """The logits of a model at every position of given texts, read through the paged cache.
 
-A text goes in by pieces, so that most positions attend over keys and values that an earlier step stored, as
-generation does. Attention reads stored bytes in every case, also for the tokens of its own step. Pieces of
+A text is read in pieces, so most positions attend over keys and values that an earlier step stored, as in
+generation. Attention always reads stored bytes, also for the tokens of its own step. Pieces of
 one token are decode steps; pieces of `kvant.attention.need.LONG` tokens are long queries, as in the engine.
 """
 
@@ -25,13 +25,12 @@ CHUNK = 128
 
 
 class TextReader:
-    """Reads texts side by side with the KV cache stored as in `plan`, in a pool of its own.
+    """Reads texts side by side with the KV cache stored as in `plan`, in a separate pool.
 
-    model: the loaded model. plan: may differ from the model's plan in formats and backends only. num_texts,
-    length: how many texts, and the most tokens of each. backend: reads and writes every layer instead of
-    the plan's backends; backends: likewise, by layer. scales: what lies outside the pages, by layer and
-    side; None for what the plan takes from the checkpoint. first_position: the rotary position of the
-    texts' first tokens.
+    plan: may differ from the model's plan in formats and backends only. num_texts: number of texts. length:
+    their maximum number of tokens. backend: replaces the plan's backends for every layer; backends: likewise,
+    by layer. scales: float32 tensors outside the pages, [1] or [num_kv_heads], by layer and side; None for
+    the checkpoint's. first_position: the rotary position of the texts' first tokens.
     """
 
     def __init__(
@@ -66,21 +65,21 @@ class TextReader:
         self._table = pages.view(num_texts, self._pages)
 
     def read(self, token_ids: Tensor) -> Tensor:
-        """Append tokens to every text; the logits after each of them, [num_texts, n, vocab_size].
+        """Appends tokens to every text; returns the logits after each of them, [num_texts, n, vocab_size].
 
         token_ids: [num_texts, n], int64, on the model's device. Stores the keys and values of these tokens
-        and moves `position` behind them.
+        and moves `position` past them.
         """
         count, texts = token_ids.shape[1], self._num_texts
         index = torch.arange(texts * count, device=token_ids.device)
         return self._step(token_ids, index).view(texts, count, -1)
 
     def fill(self, token_ids: Tensor) -> None:
-        """`read` of token_ids [num_texts, n] int64 without logits, which saves the head's product."""
+        """Appends token_ids [num_texts, n] int64 like `read`, without computing logits."""
         self._step(token_ids, torch.tensor([token_ids.numel() - 1], device=token_ids.device))
 
     def _step(self, token_ids: Tensor, index: Tensor) -> Tensor:
-        """Logits at places `index` of the packed tokens, [len(index), vocab_size]."""
+        """Runs a step; returns logits [len(index), vocab_size] at places `index` of the packed tokens."""
         count, texts = token_ids.shape[1], self._num_texts
         start, end = self.position, self.position + count
         device = token_ids.device
@@ -111,7 +110,7 @@ def text_logits(
     chunk: int = CHUNK,
     backend: AttentionBackend | None = None,
 ) -> Tensor:
-    """Logits after each token of one text, [len(token_ids), vocab_size]; see `TextReader`."""
+    """Returns the logits after each token of one text, [len(token_ids), vocab_size]; see `TextReader`."""
     reader = TextReader(model, plan, 1, len(token_ids), backend=backend)
     ids = torch.tensor(token_ids, dtype=torch.int64, device=model.device)[None]
     return torch.cat([reader.read(part)[0] for part in torch.split(ids, chunk, dim=1)])

@@ -1,7 +1,7 @@
-"""Tokens per second of the engine itself, without a server: all requests of a load at once.
+"""Tokens per second of the engine itself, without a server: all requests of a load are submitted at once.
 
-Every request brings its own random tokens and gets exactly as many as asked; end-of-sequence tokens
-do not end it.
+Every request has different random tokens and gets exactly the asked number of tokens; end-of-sequence
+tokens do not end it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One format under one load. seconds: per repeat. steps: of the last repeat.
+    """Results of one format under one load. seconds: per repeat. steps: of the last repeat.
 
     capacity_tokens: tokens that the pool holds. start_seconds: until the engine was ready. sampling: as
-    asked, else "greedy". limit: output tokens per second if steps only decoded and took as long as the
-    device needs to read their bytes (`step_bytes`); None on a CPU.
+    asked, else "greedy". limit: output tokens per second if steps only decoded and each took as long as
+    reading its bytes (`step_bytes`) at the GPU's read bandwidth; None on a CPU.
     """
 
     stored: str
@@ -64,12 +64,15 @@ class Round:
 
     @property
     def output_tokens_per_second(self) -> float:
-        """Output tokens per second of the fastest repeat: disturbances only slow a run."""
+        """Output tokens per second of the fastest repeat, since disturbances only slow a run."""
         return self.load.requests * self.load.output / min(self.seconds)
 
 
 def parse_load(text: str) -> Load:
-    """`32x128/256`: 32 requests of 128 tokens, each answered with 256. BadValue for anything else."""
+    """Parses `32x128/256`: 32 requests of 128 tokens, each answered with 256.
+
+    Raises BadValue for anything else.
+    """
     try:
         requests, _, lengths = text.partition("x")
         before, _, after = lengths.partition("/")
@@ -85,8 +88,10 @@ def parse_load(text: str) -> Load:
 
 
 def parse_sampling(text: str) -> SamplingParams:
-    """`{"temperature":0.6,"top_p":0.95}`. BadValue if it is no JSON object or names an unknown
-    parameter; RequestError for a value that a request cannot have.
+    """Parses `{"temperature":0.6,"top_p":0.95}`.
+
+    Raises BadValue if it is not a JSON object or names an unknown parameter, and RequestError for a value
+    that a request cannot have.
     """
     try:
         asked = json.loads(text)
@@ -110,7 +115,7 @@ def measure(
     repeats: int,
     samplings: Mapping[str, SamplingParams] = GREEDY,
 ) -> Iterator[Round]:
-    """Measure each format on its own engine: every load `repeats` times with each named sampling."""
+    """Measures each format on a new engine: every load `repeats` times with each named sampling."""
     bandwidth = _read_bandwidth(config)
     for name in formats:
         asked = Asked(parse_format(name, asked_by="--kv-format"), f"--kv-format {name}")
@@ -140,7 +145,7 @@ def measure(
 
 
 def _read_bandwidth(config: EngineConfig) -> float | None:
-    """Bytes per second at which the engine's GPU reads its memory; None for a CPU."""
+    """Returns bytes per second at which the engine's GPU reads its memory; None for a CPU."""
     if config.plan.device.kind is DeviceKind.CPU:
         return None
     from kvant.measure.read_bandwidth import read_bandwidth
@@ -151,8 +156,10 @@ def _read_bandwidth(config: EngineConfig) -> float | None:
 
 
 def step_bytes(llm: LLM, num_sequences: int, length: int) -> int:
-    """Bytes that a step reads and writes which decodes `num_sequences` sequences of `length` tokens on one
-    rank: the weights that it uses, the keys and values in every sequence's windows, and its states twice.
+    """Returns the bytes that one rank reads and writes in a decode step.
+
+    They are the weights it uses, keys and values in every sequence's windows, and states twice. length:
+    tokens of each of `num_sequences` sequences.
     """
     kept = sum(
         group.bytes_per_token * min(length, group.window or length) for group in llm.planned.groups
@@ -168,15 +175,16 @@ def step_bytes(llm: LLM, num_sequences: int, length: int) -> int:
 
 
 def decode_limit(llm: LLM, load: Load, bandwidth: float) -> float:
-    """Output tokens per second of `load` if reading a step's bytes at `bandwidth` bytes per second took all
-    the time. Prompts count as free, and a sequence has its input and half of its output.
+    """Returns the output tokens per second of `load` if steps only read their bytes.
+
+    bandwidth: bytes per second. Prompts are free, and a sequence has its input and half of its output.
     """
     together = min(load.requests, llm.engine.limits.max_num_seqs)
     return together * bandwidth / step_bytes(llm, together, load.input + load.output // 2)
 
 
 def free_memory() -> None:
-    """Return the memory of a deleted engine to the device, because the next engine asks what is free."""
+    """Returns the memory of a deleted engine to the device, because the next engine asks how much is free."""
     gc.collect()
     torch = sys.modules["torch"]
     if torch.cuda.is_available():
@@ -184,10 +192,10 @@ def free_memory() -> None:
 
 
 def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tuple[float, int, int]:
-    """Submit everything and step until nothing is left; return seconds, steps and preemptions. params: except
-    for the length of answers.
+    """Submits all requests and steps until none is left; returns seconds, steps and preemptions.
 
-    BadValue for a load whose answers cannot be as long as it says, and for a request that failed.
+    params: without the length of answers. Raises BadValue if answers cannot be as long as the load says, and
+    for a request that failed.
     """
     engine = llm.engine
     longest = engine.limits.max_model_len
@@ -223,7 +231,7 @@ def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tupl
 
 
 def _check(result: Result, load: Load) -> None:
-    """BadValue unless the request was answered with as many tokens as the load says."""
+    """Raises BadValue unless the request was answered with as many tokens as the load says."""
     if len(result.token_ids) == load.output and result.finish_reason is FinishReason.LENGTH:
         return
     why = f"it ended with {str(result.finish_reason)!r}"
@@ -238,7 +246,7 @@ def _check(result: Result, load: Load) -> None:
 
 
 def table(rounds: list[Round]) -> str:
-    """Markdown; tokens a second of the fastest repeat, and the share of what the memory's speed allows."""
+    """Formats Markdown: tokens per second of the fastest repeat, and its share of the bandwidth limit."""
     lines = [
         "| load | sampling | KV cache | out tok/s | of the limit | seconds | all repeats "
         "| capacity, tokens | ready in |",

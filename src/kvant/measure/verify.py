@@ -1,4 +1,4 @@
-"""Run the whole support matrix on this machine's device, several rows at once."""
+"""Runs the whole support matrix on this machine's device, several rows at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Choice:
     head_sizes: tuple[int, ...] = ()
 
     def rows(self) -> list[Row]:
-        """Rows to run; formats and head sizes outside the matrix are added."""
+        """Returns the rows to run; adds formats and head sizes outside the matrix."""
         if not self.formats:
             return [row for row in rows() if not self.head_sizes or row.head_dim in self.head_sizes]
         whole = list(rows())
@@ -61,13 +61,13 @@ def verify(
     jobs: int = 1,
     told: Told | None = None,
 ) -> dict[str, Tree]:
-    """Return `support.tree_of` of all rows, by backend. jobs: processes; 1 uses this one."""
+    """Returns `support.tree_of` of all rows, by backend. jobs: number of processes; 1 uses this one."""
     asked = [
         Asked(info, row, device.facts, device.compute, batch_invariant)
         for info in backends
         for row in wanted.rows()
     ]
-    # The slowest rows come first, so that no process is left with one at the end.
+    # The slowest rows start first, so that no process runs one alone at the end.
     order = sorted(range(len(asked)), key=lambda i: -asked[i].row.head_dim)
     answers: dict[int, Answer] = {}
     for done, (index, answer) in enumerate(_run([asked[i] for i in order], jobs), start=1):
@@ -82,7 +82,7 @@ def verify(
 
 
 def _run(asked: Sequence[Asked], jobs: int) -> Iterator[tuple[int, Answer]]:
-    """Yield answers as they finish, with their index in `asked`."""
+    """Yields answers as they finish, with their index in `asked`."""
     if jobs == 1:
         yield from enumerate(map(verify_row, asked))
         return

@@ -1,6 +1,6 @@
-"""One calibration: read a text, make candidates, compare them on text that was held out, keep the best.
+"""One calibration: read a text, make candidates, compare them on held-out text, keep the best.
 
-Parts are kept on disk when they are done (`kvant.measure.quality.kept`).
+Finished parts are kept on disk (`kvant.measure.quality.kept`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ CHUNK = 256
 UNCALIBRATED = "uncalibrated"
 _FED, _PLAIN = KVDtype.INT4_FEEDBACK, KVDtype.INT4_PER_TOKEN_HEAD
 LEAST_HELD_OUT = 2000
-"""Positions on which candidates are compared, at least."""
+"""Minimum number of positions on which candidates are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """The text in windows [n, context] int64. seen: to measure scales on. held_out: to compare them on."""
+    """The text in windows [n, context] int64. seen: for measuring scales. held_out: for comparing them."""
 
     seen: Tensor
     held_out: Tensor
@@ -59,9 +59,9 @@ class Lesson:
 
 
 def divide_text(text: Text, llm: LLM, context: int, tokens: int) -> Lesson:
-    """Windows for calibration, `tokens` tokens together at most, and later ones to compare on.
+    """Returns windows for calibration, with at most `tokens` tokens, and later windows for comparison.
 
-    BadValue, saying how much is needed, for a text that is too short.
+    Raises BadValue, with the number of tokens needed, if the text is too short.
     """
     judges = -(-LEAST_HELD_OUT // (context - 1))
     have, least = len(text.token_ids), (judges + judges) * context
@@ -79,7 +79,7 @@ def divide_text(text: Text, llm: LLM, context: int, tokens: int) -> Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A candidate on held-out text. name: of the candidate, or `UNCALIBRATED`."""
+    """A candidate's distances on held-out text. name: of the candidate, or `UNCALIBRATED`."""
 
     name: str
     kld_mean: float
@@ -90,10 +90,10 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """winner: the candidate with the least mean KL divergence. compared: all, the best first.
+    """The result. winner: the candidate with the least mean KL divergence. compared: all, best first.
 
-    matrices: for rounding keys with feedback, by layer index; empty where head sizes do not allow 4 bits.
-    rounding: what they are good for, int4_feedback and int4_per_token_head on the same positions.
+    matrices: for rounding keys with feedback, by layer index; empty if head sizes do not allow 4 bits.
+    rounding: distances of int4_feedback and of int4_per_token_head on the same positions.
     """
 
     seen: Seen
@@ -105,7 +105,7 @@ class Calibration:
 
 
 class Calibrator:
-    """llm: the model; its plan stores the model dtype. lesson: the text."""
+    """Runs one calibration. llm: the model; its plan stores the model dtype. lesson: the text."""
 
     def __init__(self, llm: LLM, lesson: Lesson, fmt: KVDtype, kept: Kept) -> None:
         runner = runner_of(llm)
@@ -117,7 +117,10 @@ class Calibrator:
         self._kept = kept
 
     def run(self, told: Callable[[int, int], None]) -> Calibration:
-        """Raise BadValue for text on which no scale can be made. told: tokens done, and of all."""
+        """Runs it.
+
+        Raises BadValue if no scale can be made from the text. told: called with tokens done and in all.
+        """
         seen, made = self.look(told), []
         names = {spec.geometry.index: spec.geometry.name for spec in self._wide.layers}
         check_seen(seen, names)
@@ -142,7 +145,10 @@ class Calibrator:
         return Calibration(seen, winner, ordered, matrices, rounding, positions)
 
     def _matrices(self, seen: Seen) -> dict[int, Tensor]:
-        """Feedback matrices, if keys and values of every layer can be stored in 4 bits."""
+        """Returns feedback matrices, if keys and values of every layer can be stored in 4 bits.
+
+        Else nothing.
+        """
         narrow = _FED.format
         sizes = {
             size
@@ -155,7 +161,7 @@ class Calibrator:
         return feedback_matrices(seen)
 
     def look(self, told: Callable[[int, int], None]) -> Seen:
-        """Read the calibration windows with the KV cache in the model dtype."""
+        """Reads the calibration windows with the KV cache in the model dtype; returns their statistics."""
         batches = torch.split(self._lesson.seen, MOST_WINDOWS)
         longest = self._llm.planned.target.geometry.max_model_len or self._lesson.context
         room = max(0, longest - self._lesson.context)
@@ -163,7 +169,7 @@ class Calibrator:
             Part(
                 f"seen-{number}",
                 batch.numel(),
-                # Moments of rotated heads turn with the position: batches begin at several.
+                # Moments of rotated heads depend on positions, so batches begin at different ones.
                 partial(self._look, batch, room * number // max(1, len(batches) - 1)),
             )
             for number, batch in enumerate(batches)
@@ -211,7 +217,7 @@ class Calibrator:
 
 
 def with_feedback(plain: KVPlan) -> KVPlan:
-    """A plan whose keys are rounded with matrices that no checkpoint has yet."""
+    """Returns a plan whose keys are rounded with matrices that the checkpoint does not have yet."""
     layers = []
     for spec in plain.layers:
         if spec.k is not None:
@@ -221,7 +227,7 @@ def with_feedback(plain: KVPlan) -> KVPlan:
 
 
 def report(found: Calibration) -> dict[str, Any]:
-    """Schema 1 of `kvant calibrate --format json`, without files and facts."""
+    """Returns schema 1 of `kvant calibrate --format json`, without files and facts."""
     values = [value for tensor in found.winner.scales.values() for value in tensor.tolist()]
     return {
         "schema": 1,

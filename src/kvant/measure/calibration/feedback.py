@@ -16,11 +16,11 @@ from torch import Tensor
 from kvant.measure.calibration.seen import Seen
 
 RIDGE = 1e-4
-"""Share of H's mean diagonal that is added to it, so that directions without queries stay regular."""
+"""Share of H's mean diagonal that is added to the diagonal, so that H is regular without queries too."""
 
 
 def feedback_matrices(seen: Seen) -> dict[int, Tensor]:
-    """M = U - 1 by layer index: float32 [num_kv_heads, head_dim, head_dim], strictly upper triangular."""
+    """Returns M = U - 1 by layer index: float32 [num_kv_heads, head_dim, head_dim], strictly upper."""
     return {
         index: feedback_of(torch.from_numpy(layer.moment / max(1, layer.queries)))
         for index, layer in seen.items()
@@ -28,12 +28,15 @@ def feedback_matrices(seen: Seen) -> dict[int, Tensor]:
 
 
 def feedback_of(moment: Tensor) -> Tensor:
-    """M for second moments [.., D, D] float64 of rotated queries: float32, of the same shape."""
+    """Returns M for second moments [.., D, D] float64 of rotated queries: float32 [.., D, D]."""
     return unit_upper(moment).triu(1).float()
 
 
 def unit_upper(moment: Tensor) -> Tensor:
-    """U of H = U diag(d) U^T for H [.., D, D] float64, symmetric and not negative, with its ridge."""
+    """Returns U of H = U diag(d) U^T, with the ridge.
+
+    H: [.., D, D] float64, symmetric, positive semidefinite.
+    """
     size = moment.shape[-1]
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     ridged = moment + RIDGE * mean.clamp(min=np.finfo(np.float64).tiny) * torch.eye(

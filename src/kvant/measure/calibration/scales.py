@@ -1,4 +1,4 @@
-"""From what was seen to static scales of fp8_e4m3: four methods, per tensor or per KV head.
+"""Computes static scales of fp8_e4m3 from statistics: four methods, per tensor or per KV head.
 
     absmax       the largest magnitude becomes the largest code
     percentile   99.99 % of the magnitudes do not saturate
@@ -6,7 +6,7 @@
     kl           keys: least KL divergence of the attention's probabilities, on a sample of queries;
                  values: least squared error of the attention's output, which is no distribution
 
-mse and kl choose among `FACTORS` of absmax' scale.
+mse and kl choose a factor of absmax' scale from `FACTORS`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvant.measure.calibration.seen import LayerSeen, Seen, SideSeen, bin_edges
 PERCENTILE = 0.9999
 FACTORS = tuple(2.0 ** (-step / 8) for step in range(-4, 25))
 _E4M3 = FLOAT8[Encoding.E4M3FN]
-_POINTS = 4  # of a bin, at which its numbers are taken to lie
+_POINTS = 4  # points of a bin at which its numbers are assumed
 
 Scales = dict[tuple[int, Side], Tensor]
-"""float32 [1] or [num_kv_heads], by layer index and side."""
+"""Scales, float32 [1] or [num_kv_heads], by layer index and side."""
 
 
 class Method(Enum):
@@ -64,7 +64,7 @@ class Candidate:
 
 
 def check_seen(seen: Seen, names: Mapping[int, str]) -> None:
-    """BadValue, naming layer and side, where a scale would come out 0, NaN or infinite.
+    """Raises BadValue, naming layer and side, if a scale would be 0, NaN or infinite.
 
     names: of the layers' attention modules, by index.
     """
@@ -93,7 +93,7 @@ def check_seen(seen: Seen, names: Mapping[int, str]) -> None:
 
 
 def candidates(seen: Seen) -> list[Candidate]:
-    """Every method, per tensor and per head. Heads of a layer with one KV head share a tensor anyway."""
+    """Returns candidates of every method, per tensor and per head. With one KV head these are equal."""
     found = []
     for sharing in Sharing:
         for method in Method:
@@ -129,14 +129,14 @@ def _scale(layer: LayerSeen, side: Side, method: Method, heads: list[int]) -> fl
 
 
 def _percentile(one: SideSeen, heads: list[int]) -> float:
-    """The upper edge of the bin in which the percentile lies."""
+    """Returns the upper edge of the bin that contains the percentile."""
     counts = one.counts[heads].sum(0)
     reached = np.cumsum(counts) >= math.ceil(PERCENTILE * counts.sum())
     return float(bin_edges()[1 + int(np.argmax(reached))])
 
 
 def _squared_errors(counts: npt.NDArray[np.int64], full: float) -> list[float]:
-    """The sum of squared errors for each of FACTORS times `full`."""
+    """Returns the sum of squared errors for each of FACTORS times `full`."""
     edges = bin_edges()
     used = np.flatnonzero(counts)
     low, width = edges[used], np.diff(edges)[used]
@@ -150,7 +150,7 @@ def _squared_errors(counts: npt.NDArray[np.int64], full: float) -> list[float]:
 
 
 def _attention_errors(layer: LayerSeen, side: Side, heads: list[int], full: float) -> list[float]:
-    """What the attention of these heads loses on the sample, for each of FACTORS times `full`."""
+    """Returns the loss of these heads' attention on the sample, for each of FACTORS times `full`."""
     assert layer.params is not None
     q, k, v = (layer.sample[name] for name in ("q", "k", "v"))
     group = q.shape[1] // k.shape[1]
@@ -177,7 +177,10 @@ def _attention_errors(layer: LayerSeen, side: Side, heads: list[int], full: floa
 
 
 def _log_probabilities(q: Tensor, k: Tensor, hidden: Tensor, layer: LayerSeen) -> Tensor:
-    """Attention of queries [n, D] over keys [m, D], without sinks; hidden ones get -inf."""
+    """Returns log-probabilities [n, m] of queries [n, D] over keys [m, D], without sinks.
+
+    -inf where hidden.
+    """
     assert layer.params is not None
     scores = (q @ k.mT) * layer.params.scale
     cap = layer.params.softcap
@@ -187,5 +190,5 @@ def _log_probabilities(q: Tensor, k: Tensor, hidden: Tensor, layer: LayerSeen) -
 
 
 def _stored(x: Tensor, scale: float) -> Tensor:
-    """x after one way through the cache."""
+    """Returns x [..] after it was stored in and read from the cache with this scale."""
     return _E4M3.decode(_E4M3.encode(x / scale)) * scale

@@ -1,7 +1,7 @@
-"""What a model's keys, values and queries look like on a text: histograms, moments and one sample.
+"""Statistics of a model's keys, values and queries on a text: histograms, moments and one sample.
 
-Everything is a sum over tokens, so that a text of any length takes bounded memory, parts of it can be
-kept on disk, and their sums are the statistics of the whole.
+All of them are sums over tokens. So a text of any length takes bounded memory, parts can be kept on disk,
+and the sum of the parts is the statistics of the whole text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvant.kv.pool import LayerCache
 from kvant.kv.spec import KVPlan
 
 LOWEST, HIGHEST = -40, 40
-"""Exponents of the histogram's range; magnitudes outside count at its ends."""
+"""Exponents of the histogram's range; magnitudes outside are counted in its first and last bin."""
 PER_OCTAVE = 32
 NUM_BINS = (HIGHEST - LOWEST) * PER_OCTAVE
 SAMPLE_TOKENS = 192
@@ -31,14 +31,17 @@ _FIRST = (LOWEST + 127) * PER_OCTAVE
 
 
 def bin_of(magnitudes: Tensor) -> Tensor:
-    """The bin of each magnitude, int64: 32 equal steps of every octave. float32 [..], not negative."""
+    """Returns the bin of each magnitude, int64 [..]: 32 equal steps per octave.
+
+    float32 [..], not negative.
+    """
     return ((magnitudes.contiguous().view(torch.int32) >> _SHIFT).long() - _FIRST).clamp_(
         0, NUM_BINS - 1
     )
 
 
 def bin_edges() -> npt.NDArray[np.float64]:
-    """Lower edges of all bins and the last one's upper edge, [NUM_BINS + 1]."""
+    """Returns the lower edges of all bins and the last bin's upper edge, [NUM_BINS + 1]."""
     place = np.arange(NUM_BINS + 1)
     octave, step = np.divmod(place, PER_OCTAVE)
     return np.asarray(2.0 ** (octave + LOWEST) * (1 + step / PER_OCTAVE), dtype=np.float64)
@@ -46,10 +49,10 @@ def bin_edges() -> npt.NDArray[np.float64]:
 
 @dataclass(slots=True)
 class SideSeen:
-    """Rows of one side of one layer.
+    """Statistics of the rows of one side of one layer.
 
-    counts: [num_kv_heads, NUM_BINS] int64, by magnitude; zeros are not counted. largest:
-    [num_kv_heads] float64. broken: numbers that are NaN or infinite. numbers: all of them.
+    counts: [num_kv_heads, NUM_BINS] int64, by magnitude, without zeros. largest: [num_kv_heads] float64,
+    largest magnitudes. broken: how many numbers are NaN or infinite. numbers: how many there are.
     """
 
     counts: npt.NDArray[np.int64]
@@ -58,7 +61,7 @@ class SideSeen:
     numbers: int = 0
 
     def add(self, rows: Tensor) -> None:
-        """rows: [tokens, num_kv_heads, head_dim], any floating dtype."""
+        """Adds rows [tokens, num_kv_heads, head_dim], of any floating dtype, to the statistics."""
         size = rows.detach().float().abs()
         finite = size.isfinite()
         self.broken += int((~finite).sum())
@@ -74,11 +77,11 @@ class SideSeen:
 
 @dataclass(slots=True)
 class LayerSeen:
-    """One layer that owns KV.
+    """Statistics of one layer that stores KV.
 
     moment: [num_kv_heads, head_dim, head_dim] float64, the sum of q q^T over the rotated queries that read
-    the head (see `kvant.kv.codecs.rotation`). queries: how many per head. q, k, v: the rows of the first
-    tokens, float32 [tokens, heads, head_dim], and the attention's scale and window.
+    the head (see `kvant.kv.codecs.rotation`). queries: their number per head. sample: q, k and v of the first
+    tokens, float32 [tokens, heads, head_dim]. params: the attention's scale and window.
     """
 
     k: SideSeen
@@ -93,7 +96,7 @@ class LayerSeen:
 
 
 Seen = dict[int, LayerSeen]
-"""By layer index; layers that own KV on both sides."""
+"""Statistics by layer index, of layers that store both K and V."""
 
 
 class SeeingBackend:
@@ -105,6 +108,7 @@ class SeeingBackend:
         self._seen = seen
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
+        """Adds k and v [T, num_kv_heads, head_dim] to the statistics; then `AttentionBackend.write`."""
         layer = self._seen.get(cache.spec.geometry.index)
         if layer is not None:
             assert v is not None, "layers that store K alone are not among them"
@@ -115,6 +119,7 @@ class SeeingBackend:
         self._inner.write(cache, k, v, step)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """Adds q [T, num_q_heads, head_dim] to the statistics; then `AttentionBackend.attend`."""
         layer = self._seen.get(cache.spec.geometry.index)
         if layer is not None:
             heads = cache.spec.geometry.num_kv_heads
@@ -133,7 +138,7 @@ def _first(rows: Tensor) -> Tensor:
 
 
 def nothing_seen(plan: KVPlan) -> Seen:
-    """Empty statistics of every layer that stores K and V of its own."""
+    """Returns empty statistics for every layer of a plan that stores both K and V."""
     found: Seen = {}
     for spec in plan.layers:
         g = spec.geometry
@@ -147,7 +152,7 @@ def nothing_seen(plan: KVPlan) -> Seen:
 
 
 def pack(seen: Seen) -> dict[str, npt.NDArray[np.generic]]:
-    """As arrays to keep on disk."""
+    """Returns statistics as arrays by name, to be kept on disk."""
     arrays: dict[str, npt.NDArray[np.generic]] = {}
     for index, layer in seen.items():
         for name, side in (("k", layer.k), ("v", layer.v)):
@@ -165,7 +170,7 @@ def pack(seen: Seen) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def add_packed(seen: Seen, parts: Iterable[Mapping[str, npt.NDArray[np.generic]]]) -> None:
-    """Add kept parts to `seen`, which changes."""
+    """Adds statistics from `pack` to `seen`, in place. parts: the arrays of `pack`, in its shapes [..]."""
     for arrays in parts:
         for index, layer in seen.items():
             for name, side in (("k", layer.k), ("v", layer.v)):

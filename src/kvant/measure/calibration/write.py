@@ -1,4 +1,4 @@
-"""Writing calibrated scales: a copy of the checkpoint that compressed-tensors' readers understand.
+"""Writes calibrated scales: a copy of the checkpoint in compressed-tensors' format.
 
     DIR/                                 the files of the source, linked where the disk can
       config.json                        with quantization_config.kv_cache_scheme
@@ -6,7 +6,7 @@
       model.safetensors.index.json       names the scales' file beside the weights'
       kvant-key-rounding.safetensors     <attention module>.k_feedback; see `kvant.kv.checkpoint.rounding`
 
-Per tensor a scale has shape [1], per head [num_kv_heads, 1, 1], as compressed-tensors stores them.
+A scale has shape [1] per tensor, [num_kv_heads, 1, 1] per head, as in compressed-tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SKIPPED = (CONFIG_NAME, INDEX_NAME, SCALES_NAME, ROUNDING_NAME, "kvant-import.j
 def check_writable(
     target: Path, config: Mapping[str, Any], checkpoint: CheckpointKV, source: Path
 ) -> None:
-    """Raise ConfigError, before anything is measured, where the checkpoint cannot be written."""
+    """Raises ConfigError if the checkpoint could not be written. Called before anything is measured."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise BadValue(
             f"--save {target} is there already",
@@ -70,7 +70,7 @@ def check_writable(
 
 
 def scheme(sharing: Sharing) -> dict[str, Any]:
-    """The kv_cache_scheme of static fp8 scales, as compressed-tensors defines it."""
+    """Returns the kv_cache_scheme of static fp8 scales, as compressed-tensors defines it."""
     return {
         "num_bits": 8,
         "type": "float",
@@ -81,7 +81,7 @@ def scheme(sharing: Sharing) -> dict[str, Any]:
 
 
 def config_with_scheme(config: Mapping[str, Any], sharing: Sharing) -> dict[str, Any]:
-    """config.json with the scheme; plain weights get a declaration without weight groups."""
+    """Returns config.json with the scheme; unquantised weights get a declaration without weight groups."""
     found = json.loads(json.dumps(config))
     for holder in (found, found.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
@@ -100,7 +100,7 @@ def config_with_scheme(config: Mapping[str, Any], sharing: Sharing) -> dict[str,
 
 
 def scale_tensors(geometry: ModelGeometry, winner: Candidate) -> dict[str, Tensor]:
-    """float32 scales [1] or [num_kv_heads, 1, 1] by tensor name."""
+    """Returns the scales by tensor name: float32 [1] or [num_kv_heads, 1, 1]."""
     names = {layer.index: layer.name for layer in geometry.layers}
     found = {}
     for (index, side), values in winner.scales.items():
@@ -117,7 +117,7 @@ def write_checkpoint(
     winner: Candidate,
     matrices: Mapping[int, Tensor],
 ) -> None:
-    """Write the calibrated checkpoint; an interruption leaves nothing under `target`.
+    """Writes the calibrated checkpoint; an interruption leaves nothing at `target`.
 
     matrices: for rounding keys, by layer index; float32 [num_kv_heads, head_dim, head_dim].
     """

@@ -1,8 +1,8 @@
-"""Formats read the same windows of text, and every position is compared with the widest format's.
+"""Compares formats with the widest format at every position of the same windows of text.
 
-All formats of a group go through a window together, piece by piece, so that no logits of a whole window are
-kept. The last positions are read again one token at a time: the decode path, compared with the baseline's
-decode path.
+All formats of a group read a window together, piece by piece, so no logits of a whole window are
+kept. The last positions are read again one token at a time, to compare the decode path with the
+baseline's decode path.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_CHUNK = 256
 
 Outside = Mapping[tuple[int, Side], Tensor]
 Told = Callable[[int], None]
-"""Called with the number of tokens that were read."""
+"""Called with the number of tokens read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ def compare_windows(
     told: Told,
     scales: Mapping[str, Outside] | None = None,
 ) -> dict[str, Compared]:
-    """Compare every plan with `baseline` over windows [count, context], int64.
+    """Compares every plan with `baseline` over windows [count, context], int64.
 
-    decode: how many of the last positions are read again one token at a time. scales: what lies outside
-    the pages, by the name of a plan; the model's where a name is missing. BadValue for logits that are no
-    numbers. The result has one more entry,
-    "": the baseline's decode path against its own prefill, which is the noise floor.
+    decode: number of last positions that are read again one token at a time. scales: tensors outside the
+    pages, by the name of a plan; a missing name means the model's. Raises BadValue for logits that are not
+    finite. The result has one more entry, "": the baseline's decode path against its own prefill, which is
+    the noise floor.
     """
     windows = windows.to(model.device)
     found: dict[str, Compared] = {}
@@ -75,7 +75,7 @@ def compare_windows(
 def _groups(
     baseline: KVPlan, plans: Mapping[str, KVPlan], tokens: int
 ) -> Iterator[dict[str, KVPlan]]:
-    """As many plans at a time as their pools have room; one at least."""
+    """Groups as many plans as the pools have room for, at least one."""
     group: dict[str, KVPlan] = {}
     used = first = baseline.bytes_per_token * tokens
     for name, plan in plans.items():
@@ -107,7 +107,7 @@ def _compare(
     chunk = max(1, min(MOST_CHUNK, LOGITS_BYTES // 4 // vocab_size // count))
     parts: dict[str, list[Distances]] = {name: [] for name in plans}
     positions = []
-    first = context - 1 - decode  # of the positions that are decoded
+    first = context - 1 - decode  # the first decoded position
     tail: list[Tensor] = []
     for start in range(0, context, chunk):
         ids = windows[:, start : start + chunk]
@@ -156,7 +156,7 @@ def _check_finite(name: str, parts: Sequence[Distances]) -> None:
 
 
 def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
-    """Logits of one token of each window, [windows, vocab_size]."""
+    """Reads one token of each window; returns logits [windows, vocab_size]."""
     begin = time.perf_counter()
     logits = reader.read(ids)[:, 0]
     if logits.device.type == "cuda":
@@ -166,12 +166,12 @@ def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
 
 
 def contender_tokens(num_plans: int, windows: Tensor, decode: int) -> int:
-    """Tokens that `compare_windows` reads of windows [n, context] if all plans fit into one group."""
+    """Returns the tokens that `compare_windows` reads of windows [n, context] if all plans form one group."""
     return (num_plans + 1) * (windows.numel() + decode * windows.shape[0])
 
 
 def mean_by_position(found: Sequence[Compared], context: int, buckets: int = 32) -> list[float]:
-    """Mean KL divergence in equal stretches of a window, from its first position to its last."""
+    """Returns mean KL divergences in equal stretches of a window, from first to last position."""
     kl = np.concatenate([one.prefill.kl for one in found])
     where = np.concatenate([one.positions for one in found]) * buckets // context
     sums = np.bincount(where, weights=kl, minlength=buckets)

@@ -1,6 +1,6 @@
-"""One evaluation: which parts are measured, in what order, and what comes of them.
+"""One evaluation: the parts to measure, and their order.
 
-Parts are independent and kept on disk when they are done (`kept.py`). Each compares formats over a batch of
+Parts are independent, and finished parts are kept on disk (`kept.py`). Each compares formats over a batch of
 windows (`compare.py`) or generates text (`generation.py`).
 """
 
@@ -31,7 +31,7 @@ from kvant.models.loaded import LoadedModel
 from kvant.plan.resolution import resolve_again
 
 MOST_WINDOWS = 4
-"""Windows that are read side by side."""
+"""Number of windows that are read side by side."""
 _DECODE_COST = 3  # a generated token takes about as long as this many tokens of a prompt
 
 
@@ -57,7 +57,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """tokens: how many are read, about. run: measures it."""
+    """One part of a measurement. tokens: approximate number of tokens it reads. run: measures it."""
 
     name: str
     tokens: int
@@ -66,10 +66,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """Return plans by format name, without formats that need as many bytes as the baseline.
+    """The plans to compare, by format name, without formats that need as many bytes as the baseline.
 
-    refused: why a format cannot be measured here, by its name. layered: the format that each layer stores
-    alone, in `layers`. k_only, v_only: the other side is stored as in the baseline.
+    refused: reasons why formats cannot be measured here, by name. layered: the format that each plan of
+    `layers` stores in one layer only. k_only, v_only: the other side is stored as in the baseline.
     """
 
     baseline: KVPlan
@@ -90,11 +90,10 @@ def choose_contenders(
     named: bool,
     rows: AskedWide | None = None,
 ) -> Contenders:
-    """Plans of all formats. named: the user named them, so a refusal is an error (ConfigError).
+    """Plans all formats. named: the user named them, so a refusal is an error (ConfigError).
 
-    BadValue if none is left.
-
-    layered None: the format with the fewest bytes. rows: wide rows beside each format.
+    layered: None for the format with the fewest bytes. rows: wide rows beside each format. Raises BadValue if
+    no format is left.
     """
     wide = plan_storing(llm, baseline)
     plans: dict[str, KVPlan] = {}
@@ -132,7 +131,7 @@ def choose_contenders(
 def _layers(
     llm: LLM, baseline: FormatRequest, name: str, rows: AskedWide | None
 ) -> Iterator[KVPlan]:
-    """The plan in which only one layer stores the format, for each layer in turn."""
+    """Yields plans in which only one layer stores the format, for each layer in turn."""
     asked = Asked(baseline, f"--baseline {baseline}")
     for layer in llm.plan.layers:
         rule = parse_rule(f"{layer.geometry.index}:{name}", asked_by="kvant eval")
@@ -142,7 +141,7 @@ def _layers(
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is measured, and on what. drafter: `--speculative-config`, to measure how much of its drafts is
+    """The whole evaluation. drafter: `--speculative-config`, to measure how many of its drafts are
     accepted; None without. baseline_name: the format's name, as a user gives it.
     """
 
@@ -158,7 +157,7 @@ class Evaluation:
         return runner_of(self.llm).model
 
     def inputs(self) -> dict[str, object]:
-        """Everything that the figures depend on but the machine's speed."""
+        """Returns everything on which the figures depend, except the machine's speed."""
         from dataclasses import asdict
 
         from kvant import __version__
@@ -179,7 +178,7 @@ class Evaluation:
         }
 
     def parts(self) -> list[Part]:
-        """Everything that is to be measured; first what may be refused, then the most telling."""
+        """Returns all parts; parts that may be refused come first, then the most informative ones."""
         who, extent = self.contenders, self.extent
         plans = {"": who.baseline, **who.formats}
         found = []
@@ -259,7 +258,10 @@ def comparison(
     decode: int = 0,
     scales: Mapping[str, Outside] | None = None,
 ) -> Part:
-    """The part that compares plans with `baseline` over windows; arguments as in `compare_windows`."""
+    """Returns the part that compares plans with `baseline` over batch [windows, context] int64.
+
+    Arguments: as in `compare_windows`.
+    """
 
     def run(told: Told) -> Arrays:
         found = compare_windows(
@@ -280,9 +282,9 @@ def comparison(
 def run_parts(
     parts: Sequence[Part], kept: Kept, told: Callable[[int, int], None]
 ) -> dict[str, dict[str, npt.NDArray[Any]]]:
-    """Return all parts by name; kept parts are not measured again.
+    """Measures all parts that are not kept yet, and returns all by name.
 
-    told: called with the number of tokens that are done, and of all that this call reads.
+    told: called with the number of tokens done, and of all that this call reads.
     """
     found = {part.name: kept.read(part.name) for part in parts}
     total = sum(part.tokens for part in parts if found[part.name] is None)
@@ -310,7 +312,7 @@ _FIELDS = ("kl", "nll", "baseline_nll", "same_top")
 
 
 def pack(found: Mapping[str, Compared]) -> dict[str, npt.NDArray[Any]]:
-    """As arrays for `Kept`."""
+    """Returns results as arrays for `Kept`."""
     arrays: dict[str, npt.NDArray[Any]] = {"names": np.array(list(found))}
     for index, one in enumerate(found.values()):
         for path, distances in (("prefill", one.prefill), ("decode", one.decode)):

@@ -1,4 +1,4 @@
-"""What formats do to generated text: greedy answers beside the widest format's, and needles in long texts."""
+"""Effects of formats on generated text: greedy answers compared with the widest format's, and needles."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ANSWER_TOKENS = 10
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Greedy answers of a format beside the baseline's to the same prompts.
+    """Greedy answers of a format compared with the baseline's, for the same prompts.
 
-    same: share of all tokens that are equal at the same place. common: tokens before the first difference,
-    mean over answers. answers, tokens: how many answers, and the tokens of each.
+    same: share of tokens that are equal at the same place. common: tokens before the first difference,
+    mean over answers. answers: their number. tokens: of each.
     """
 
     answers: int
@@ -35,7 +35,7 @@ class Agreement:
 def answers_of(
     llm: LLM, plan: KVPlan, prompts: Sequence[Sequence[int]], tokens: int
 ) -> list[list[int]]:
-    """Greedy answers of `tokens` tokens each, all prompts at once, with K and V stored as in `plan`."""
+    """Answers all prompts at once, greedily, by `tokens` tokens each, with K and V stored as in `plan`."""
     longest = max(len(prompt) for prompt in prompts) + tokens
     engine = engine_storing(llm, plan, num_seqs=len(prompts), max_model_len=longest)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -49,7 +49,7 @@ def answers_of(
 
 
 def agreement(baseline: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Agreement:
-    """Compare answers token by token; all have the same length."""
+    """Compares answers token by token; all have the same length."""
     same = common = 0
     for expected, given in zip(baseline, answers, strict=True):
         equal = [a == b for a, b in zip(expected, given, strict=True)]
@@ -60,7 +60,7 @@ def agreement(baseline: Sequence[Sequence[int]], answers: Sequence[Sequence[int]
 
 
 def prompts_of(token_ids: Sequence[int], count: int) -> list[list[int]]:
-    """Pieces of PROMPT_TOKENS tokens from the whole length of a text."""
+    """Returns pieces of PROMPT_TOKENS tokens, spread over the whole text."""
     stride = max(1, (len(token_ids) - PROMPT_TOKENS) // max(1, count))
     return [list(token_ids[i * stride : i * stride + PROMPT_TOKENS]) for i in range(count)]
 
@@ -68,10 +68,10 @@ def prompts_of(token_ids: Sequence[int], count: int) -> list[list[int]]:
 def acceptance_length(
     llm: LLM, stored: str, drafter: str, prompts: Sequence[Sequence[int]], tokens: int
 ) -> float:
-    """Tokens of a step, the target's own one included, in greedy answers that `drafter` drafts for.
+    """Returns tokens per step, including the target's own, in greedy answers with `drafter`.
 
-    stored: name of the target's KV format. drafter: as `--speculative-config`. Loads the model again, beside
-    the one of `llm`. ConfigError if the format and the drafter do not go together.
+    stored: name of the target's KV format. drafter: as in `--speculative-config`. Loads the model a second
+    time. Raises ConfigError if the format and the drafter cannot be combined.
     """
     longest = max(len(prompt) for prompt in prompts) + tokens
     drafting = LLM(
@@ -87,19 +87,19 @@ def acceptance_length(
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     drafting.generate([list(prompt) for prompt in prompts], params)
     found = float(drafting.metrics()["spec_decode_mean_acceptance_length"])
-    return max(1.0, found)  # 0 where nothing was drafted: each step gave the target's own token
+    return max(1.0, found)  # 0 if nothing was drafted: each step gave the target's own token
 
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """A prompt of a number hidden in text, and the tokens of the number."""
+    """A prompt with a number hidden in text, and the number."""
 
     prompt: list[int]
     number: str
 
 
 def needles(llm: LLM, token_ids: Sequence[int], length: int) -> list[Needle]:
-    """One needle at each of DEPTHS in prompts of `length` tokens."""
+    """Returns one needle at each of DEPTHS, in prompts of `length` tokens."""
     found = []
     for index, depth in enumerate(DEPTHS):
         number = str(random.Random(f"{length} {index}").randrange(10_000, 100_000))
@@ -114,7 +114,7 @@ def needles(llm: LLM, token_ids: Sequence[int], length: int) -> list[Needle]:
 
 
 def found_needles(llm: LLM, plan: KVPlan, wanted: Sequence[Needle]) -> int:
-    """How many numbers are in the answers."""
+    """Returns how many numbers occur in the answers."""
     tokenizing = llm.tokenizing
     assert tokenizing is not None
     answers = answers_of(llm, plan, [needle.prompt for needle in wanted], _ANSWER_TOKENS)

@@ -1,4 +1,4 @@
-"""Parts of a measurement on disk, so that an interrupted one goes on where it ended."""
+"""Keeps parts of a measurement on disk, so that an interrupted one continues where it stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = Mapping[str, npt.NDArray[Any]]
 
 
 def model_files(path: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of a model's files, which change if the model does."""
+    """Returns names, sizes and times of a model's files, which change if the model does."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
 
@@ -28,8 +28,8 @@ def model_files(path: Path) -> list[tuple[str, int, int]]:
 class Kept:
     """A directory of parts that belong to one set of inputs.
 
-    inputs: everything that the figures depend on; another model, text, format or option has another
-    directory. note: why a part that is there could not be used, else empty.
+    inputs: everything on which the figures depend; another model, text, format or option gets another
+    directory. note: why an existing part could not be used; empty if all could.
     """
 
     def __init__(self, root: Path, inputs: Mapping[str, object]) -> None:
@@ -46,11 +46,11 @@ class Kept:
             ) from None
 
     def __len__(self) -> int:
-        """How many parts are there."""
+        """Number of parts in the directory."""
         return len(list(self.path.glob("*.npz")))
 
     def read(self, name: str) -> dict[str, npt.NDArray[Any]] | None:
-        """A part; None if it is not there, or is damaged."""
+        """Returns a part; None if it is missing or damaged."""
         path = self.path / f"{name}.npz"
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
@@ -62,11 +62,11 @@ class Kept:
             return None
 
     def write(self, name: str, arrays: Arrays) -> None:
-        """Keep a part; an interruption leaves all of it or nothing."""
+        """Stores a part; an interruption leaves the whole part or nothing."""
         partial = self.path / f".{name}.{os.getpid()}.npz"
         np.savez(partial, **arrays)  # type: ignore[arg-type]
         partial.replace(self.path / f"{name}.npz")
 
     def forget(self) -> None:
-        """Remove all parts."""
+        """Removes all parts."""
         shutil.rmtree(self.path, ignore_errors=True)

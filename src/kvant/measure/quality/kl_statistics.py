@@ -1,4 +1,4 @@
-"""How far one distribution over tokens is from another, with the definitions of llama.cpp's --kl-divergence.
+"""Distances between distributions over tokens, as defined by llama.cpp's --kl-divergence.
 
 llama.cpp (tools/perplexity/perplexity.cpp) cuts a text into windows of n_ctx tokens and evaluates positions
 n_ctx / 2 to n_ctx - 2 of each. Means, error bars, percentiles and the perplexity ratio are computed here as
@@ -43,10 +43,10 @@ class Distances:
 
 
 class Baseline:
-    """What logits are compared with: the baseline's own, at the same positions.
+    """The baseline's logits, prepared for comparisons at the same positions.
 
     logits: [positions, vocab_size]. next_ids: [positions], int64, the tokens that follow in the text.
-    Exponentials are float32 of differences from the maximum and sums are float64, so that a KL divergence
+    Exponentials of differences from the maximum are float32 and sums are float64, so a KL divergence
     is exact to about 1e-8 nats; float64 throughout takes ten times as long.
     """
 
@@ -58,7 +58,7 @@ class Baseline:
         self._nll = self._log_sum - self._logits.gather(1, self._place)[:, 0].double()
 
     def distances(self, logits: Tensor) -> Distances:
-        """logits: [positions, vocab_size], any floating dtype."""
+        """Returns distances of logits [positions, vocab_size], of any floating dtype, from the baseline."""
         logits = logits.float()
         log_sum = torch.cat([_softmax(rows)[1] for rows in torch.split(logits, _ROWS)])
         nll = log_sum - logits.gather(1, self._place)[:, 0].double()
@@ -76,7 +76,7 @@ class Baseline:
 
 
 def distances(baseline: Tensor, logits: Tensor, next_ids: Tensor) -> Distances:
-    """Compare two computations of the same positions, [positions, vocab_size] each; see `Baseline`.
+    """Compares two computations of the same positions, [positions, vocab_size] each; see `Baseline`.
 
     next_ids: [positions] int64, the tokens that follow.
     """
@@ -84,7 +84,7 @@ def distances(baseline: Tensor, logits: Tensor, next_ids: Tensor) -> Distances:
 
 
 def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities, float32, and the logarithm of the sum of exponentials, float64."""
+    """Returns probabilities, float32, and the logarithm of the sum of exponentials, float64."""
     most = logits.amax(-1, keepdim=True)
     found = (logits - most).exp_()
     total = found.sum(-1, dtype=torch.float64)
@@ -93,7 +93,7 @@ def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(parts: Sequence[Distances]) -> Distances:
-    """All positions of all parts; of no parts, none."""
+    """Concatenates the positions of all parts; returns none for no parts."""
     none = np.zeros(0)
     return Distances(
         np.concatenate([none, *(part.kl for part in parts)]),
@@ -105,7 +105,7 @@ def join(parts: Sequence[Distances]) -> Distances:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Over all evaluated positions. Errors are standard errors; positions count as independent.
+    """Statistics over all evaluated positions. Errors are standard errors that assume independent positions.
 
     kld_*: KL divergence in nats. same_top: share of positions, 0 to 1. ppl_ratio: perplexity over the
     baseline's; its error uses the covariance of the two, which read the same text.
@@ -126,7 +126,7 @@ class Statistics:
 
 
 def statistics_of(found: Distances) -> Statistics:
-    """At least two positions are needed."""
+    """Computes statistics of at least two positions."""
     count = len(found)
     mean, error = _mean_and_error(found.kl)
     median, p99, p999 = np.quantile(found.kl, [0.5, 0.99, 0.999])

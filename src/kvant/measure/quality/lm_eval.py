@@ -1,4 +1,4 @@
-"""lm-eval's tasks against a running server: https://github.com/EleutherAI/lm-evaluation-harness."""
+"""Runs lm-eval's tasks against a server: https://github.com/EleutherAI/lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _POWER = 1.96 + 0.84  # 5 % level, 80 % power
 @dataclass(frozen=True, slots=True)
 class Score:
     """One metric of a task. metric: with its filter, as lm-eval names it. error: standard error, None if
-    lm-eval gives none. samples: documents that were judged.
+    lm-eval gives none. samples: number of judged documents.
     """
 
     task: str
@@ -34,9 +34,9 @@ class Score:
 
     @property
     def samples_needed(self) -> int | None:
-        """Documents for each format to see a difference of WANTED_DIFFERENCE: n = 2 z^2 p (1 - p) / d^2 for
-        two independent shares p. None for a metric that is no share, and where no document differs from
-        the others.
+        """Documents per format needed to see a difference of WANTED_DIFFERENCE: n = 2 z^2 p (1 - p) / d^2 for
+        two independent shares p. None for a metric that is not a share, and if all documents have the same
+        result.
         """
         if not self.error or not 0 <= self.value <= 1:
             return None
@@ -45,7 +45,10 @@ class Score:
 
 
 def find_command(given: Path | None) -> Path:
-    """The lm_eval command: as given, beside this Python, or on PATH. BadValue if it is nowhere."""
+    """Returns the lm_eval command: as given, beside this Python, or on PATH.
+
+    Raises BadValue if there is none.
+    """
     beside = Path(sys.executable).with_name("lm_eval")
     found = given or (beside if beside.is_file() else shutil.which("lm_eval"))
     if found is None or not Path(found).is_file():
@@ -72,11 +75,11 @@ def run_tasks(
     max_length: int,
     chat: bool = False,
 ) -> list[Score]:
-    """Run tasks against the server on `port` and return every metric.
+    """Runs tasks against the server on `port` and returns every metric.
 
-    include: directory of YAML files of tasks, whose data may be local. limit: documents of a task.
-    max_length: tokens of a request. chat: with the model's chat template, for tasks that generate. BadValue
-    with the last line of lm-eval if it fails.
+    include: directory of YAML files of tasks, whose data may be local. limit: documents per task. max_length:
+    tokens per request. chat: use the model's chat template, for tasks that generate. Raises BadValue with the
+    last line of lm-eval's output if it fails.
     """
     route = "chat/completions" if chat else "completions"
     arguments = (
@@ -93,7 +96,7 @@ def run_tasks(
         line += ["--include_path", str(include.absolute())] if include else []
         line += ["--limit", str(limit)] if limit else []
         line += ["--apply_chat_template"] if chat else []
-        # lm-eval has an environment of its own.
+        # lm-eval runs in a separate environment.
         environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(line, env=environment, cwd=work, capture_output=True, text=True)
         found = sorted((work / "out").rglob("results*.json"))
@@ -104,7 +107,7 @@ def run_tasks(
 
 
 def scores_of(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Score]:
-    """The metrics in lm-eval's JSON of results."""
+    """Returns the metrics in lm-eval's JSON of results."""
     found = []
     for task, figures in results["results"].items():
         counts = results.get("n-samples", {}).get(task, {})

@@ -1,4 +1,4 @@
-"""An evaluation as one HTML page: tables and plots in SVG, no scripts, nothing from elsewhere."""
+"""An evaluation as one HTML page: tables and SVG plots, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Point = tuple[float, float]
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The page of what `report` returns."""
+    """Returns the HTML page for a result of `report`."""
     formats = found["formats"]
     colours = dict(zip(formats, _cycle(len(formats)), strict=True))
     longest = str(found["contexts"][-1])
@@ -133,7 +133,7 @@ class _Axes:
         return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        """Values of 0 lie on the lower edge."""
+        """Returns the vertical place of a value; 0 lies on the lower edge."""
         power = math.log10(value) if value > 0 else self._low
         share = (max(power, self._low) - self._low) / (self._high - self._low)
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
@@ -174,7 +174,7 @@ def _scatter(
     parts = axes.frame("bytes of K and V per token", sorted({x for x, _ in points.values()})[::3])
     joined = " ".join(f"{axes.x(points[n][0]):.1f},{axes.y(points[n][1]):.1f}" for n in front)
     parts.append(f'<polyline points="{joined}" fill="none" stroke="var(--none)" stroke-width="2"/>')
-    labels: list[tuple[float, float, float]] = []  # left, right and height of what is written
+    labels: list[tuple[float, float, float]] = []  # left, right and height of each label
     for name, (size, kl) in sorted(points.items(), key=lambda one: axes.y(one[1][1])):
         x, y = axes.x(size), axes.y(kl)
         end = x > _WIDTH * 0.7
@@ -213,7 +213,7 @@ def _lines(curves: Mapping[str, Sequence[Point]], colours: Mapping[str, str], la
 
 
 def _bars(names: Sequence[str], values: Sequence[Sequence[float]], series: Sequence[str]) -> str:
-    """Horizontal bars on a logarithmic axis, `series` of them for each name."""
+    """Draws horizontal bars on a logarithmic axis, `series` of them for each name."""
     positive = [v for row in values for v in row if v > 0] or [1.0]
     low = math.floor(math.log10(min(positive)))
     high = max(math.ceil(math.log10(max(positive))), low + 1)

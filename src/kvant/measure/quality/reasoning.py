@@ -1,4 +1,4 @@
-"""Sampled answers to problems of a local file, in each format, judged by exact match."""
+"""Answers sampled in each format to problems from a local file, judged by exact match."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PLAIN = "Question: {question}\nAnswer:"
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """answer: as `final_answer` returns it for a right answer."""
+    """A problem to solve. answer: what `final_answer` returns for a correct solution."""
 
     question: str
     answer: str
@@ -54,7 +54,7 @@ class Sampling:
     top_p: float
 
     def params(self, sample: int) -> SamplingParams:
-        """Formats share the seeds, so that their difference is not that of the draws."""
+        """Returns parameters with seeds that all formats share, so that draws do not add to differences."""
         return SamplingParams(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -64,11 +64,11 @@ class Sampling:
 
 
 def read_problems(path: Path, count: int | None) -> list[Problem]:
-    """Read JSON lines with a question (`problem`, `question` or `prompt`) and its answer (`answer`,
+    """Reads JSON lines with a question (`problem`, `question` or `prompt`) and its answer (`answer`,
     `solution` or `expected`). The answer of a solution that ends with "#### 42" or "\\boxed{42}" is 42.
-    count: at most.
+    count: maximum number of problems.
 
-    BadValue for a file without such lines, naming the first that is none.
+    Raises BadValue for a file without problems, and names the first line that is not a problem.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -105,10 +105,10 @@ def _problem(line: str, where: str) -> Problem:
 
 
 def final_answer(text: str) -> str:
-    """Return the answer that a text ends with, normalised; empty without one.
+    """Returns the answer at the end of a text, normalised; empty if there is none.
 
-    The first of these that is there: the last \\boxed{..}; what follows the last "####", "answer is" or
-    "answer:", its number if it has one; the last number; the text itself if it has one line.
+    It is the first that exists of: the last \\boxed{..}; the text after the last "####", "answer is" or
+    "answer:", or its number; the last number; the whole text if it is one line.
     """
     if (boxed := _last_boxed(text)) is not None:
         return normalized(boxed)
@@ -120,7 +120,7 @@ def final_answer(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the last complete \\boxed{..}."""
+    """Returns the content of the last complete \\boxed{..}."""
     start = text.rfind("\\boxed{")
     while start >= 0:
         depth = 0
@@ -133,7 +133,7 @@ def _last_boxed(text: str) -> str | None:
 
 
 def normalized(answer: str) -> str:
-    """Without spaces, dollar signs, thousands separators and a final dot; numbers in lowest terms."""
+    """Removes spaces, dollar signs, thousands separators and a final dot; reduces numbers to lowest terms."""
     answer = re.sub(r"[\s$]|\\[,;!]|(?<=\d),(?=\d{3})", "", answer).rstrip(".").lower()
     try:
         return str(Fraction(answer))
@@ -143,7 +143,7 @@ def normalized(answer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """What is measured: problems, answered in each format. BadValue if answers do not fit the model."""
+    """The measurement: problems, answered in each format. Raises BadValue if answers do not fit the model."""
 
     llm: LLM
     plans: Mapping[str, KVPlan]
@@ -162,14 +162,14 @@ class Reasoning:
             )
 
     def prompt(self, problem: Problem) -> Sequence[int]:
-        """Tokens of a problem as a chat, or as "Question: .. Answer:" without a chat template."""
+        """Returns the tokens of a problem as a chat, or as "Question: .. Answer:" without a chat template."""
         tokenizing = self.llm.tokenizing
         if tokenizing is not None and tokenizing.has_chat_template:
             return self.llm.encode_chat([{"role": "user", "content": problem.question}])
         return self.llm.encode(_PLAIN.format(question=problem.question))
 
     def inputs(self) -> dict[str, object]:
-        """Everything that the answers depend on."""
+        """Returns everything on which the answers depend."""
         from kvant import __version__
 
         text = json.dumps([asdict(problem) for problem in self.problems])
@@ -182,7 +182,10 @@ class Reasoning:
         }
 
     def parts(self) -> list[Part]:
-        """A few problems in one format each, the formats side by side."""
+        """Returns parts with a few problems in one format each.
+
+        All formats of a few problems come together.
+        """
         found = []
         for first in range(0, len(self.problems), PROBLEMS_OF_PART):
             batch = self.problems[first : first + PROBLEMS_OF_PART]
@@ -228,17 +231,20 @@ class Reasoning:
 
 
 def mean_and_error(by_problem: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """Mean over problems and its standard error, in which answers to the same problem count as one."""
+    """Returns the mean of by_problem [problems] and its standard error.
+
+    A problem is one independent sample.
+    """
     count = len(by_problem)
     error = float(np.std(by_problem, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
     return float(np.mean(by_problem)), error
 
 
 def problems_for(differences: npt.NDArray[np.float64], wanted: float) -> int | None:
-    """Problems needed to see a difference of `wanted` in pass@1 with 80 % power at the 5 % level.
+    """Returns how many problems show a difference of `wanted` in pass@1 with 80 % power at the 5 % level.
 
-    differences: of two formats, by problem. n = (1.96 + 0.84)^2 * variance / wanted^2, the usual formula for
-    a paired test. None without two problems, or if they do not differ in any problem.
+    differences: [problems], between two formats. n = (1.96 + 0.84)^2 * variance / wanted^2, the usual formula
+    for a paired test. Returns None for fewer than two problems, or if no problem differs.
     """
     if len(differences) < 2 or not differences.any():
         return None
@@ -248,8 +254,10 @@ def problems_for(differences: npt.NDArray[np.float64], wanted: float) -> int | N
 def report(
     reasoning: Reasoning, parts: Mapping[str, Mapping[str, npt.NDArray[Any]]]
 ) -> dict[str, Any]:
-    """Figures by format. pass_at_1: share of right answers, mean over problems; `against_baseline`: its
-    difference from the first format's, paired by problem.
+    """Returns figures by format.
+
+    pass_at_1: share of right answers, mean over problems. `against_baseline`: its difference from the first
+    format's, paired by problem. parts: arrays "right", "cut" and "length", [problems, samples], by part name.
     """
     firsts = range(0, len(reasoning.problems), PROBLEMS_OF_PART)
     found: dict[str, dict[str, Any]] = {}

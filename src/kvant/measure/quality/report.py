@@ -1,4 +1,4 @@
-"""What an evaluation found, as plain data: schema 1 of `kvant eval --format json`."""
+"""The results of an evaluation as plain data: schema 1 of `kvant eval --format json`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SCHEMA = 1
 
 
 def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any]:
-    """Everything that was measured; key order is part of the promise.
+    """Returns everything that was measured. The order of keys is stable.
 
-    The figures of a format stand for the longest context; those of each context are under `contexts`.
+    A format's figures are those of the longest context; `contexts` has those of each context.
     """
     who, extent, text = evaluation.contenders, evaluation.extent, evaluation.text
     formats: dict[str, dict[str, Any]] = {}
@@ -87,7 +87,7 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
 
 
 def _wide_rows(plans: Mapping[str, KVPlan]) -> dict[str, Any]:
-    """Which tokens are stored wide too, if any are."""
+    """Describes the tokens that are stored wide too; empty if there are none."""
     layers = [layer for plan in plans.values() for layer in plan.layers]
     rows = next((layer.wide for layer in layers if layer.wide is not None), None)
     if rows is None:
@@ -97,7 +97,7 @@ def _wide_rows(plans: Mapping[str, KVPlan]) -> dict[str, Any]:
 
 
 def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Formats that no other beats in bytes without a greater mean KL divergence, by bytes."""
+    """Returns formats for which no other has at most the bytes and at most the mean KL, sorted by bytes."""
     best = float("inf")
     found = []
     for name in sorted(
@@ -110,7 +110,7 @@ def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
-    """The size of a sequence of `context` tokens, wide rows included."""
+    """Returns the size of a sequence of `context` tokens, including wide rows."""
     each = bytes_per_token_at(plan, context)
     return {
         "bytes_per_token": round(each),
@@ -119,7 +119,7 @@ def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
 
 
 def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Compared]]:
-    """Every format's batches."""
+    """Returns every format's batches."""
     found: dict[str, list[Compared]] = {}
     number = 0
     while (arrays := parts.get(f"formats-{context}-{number}")) is not None:
@@ -130,7 +130,7 @@ def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Com
 
 
 def _statistics(batches: Sequence[Compared], context: int) -> dict[str, Any]:
-    """Statistics over the counted positions, as in llama.cpp."""
+    """Computes statistics over the evaluated positions, as llama.cpp does."""
     first = evaluated(context)[0]
     chosen = [_where(one.prefill, one.positions >= first) for one in batches]
     return asdict(statistics_of(join(chosen)))
@@ -143,7 +143,7 @@ def _where(found: Distances, chosen: Any) -> Distances:
 
 
 def _decode(batches: Sequence[Compared]) -> dict[str, Any]:
-    """The decode path beside the prefill path, at the same positions."""
+    """Compares the decode path with the prefill path at the same positions."""
     decode = join([one.decode for one in batches])
     first = min(one.positions.max() for one in batches) + 1 - len(batches[0].step_ms)
     prefill = join([_where(one.prefill, one.positions >= first) for one in batches])
@@ -165,7 +165,7 @@ def _brief(found: Distances) -> dict[str, Any]:
 
 
 def _speed(batches: Sequence[Compared]) -> dict[str, Any]:
-    """At the median of all decode steps; the model and its attention alone, without sampling."""
+    """Returns speed at the median of all decode steps, for the model without sampling."""
     sequences = len(batches[0].decode) // len(batches[0].step_ms)
     same = [one for one in batches if len(one.decode) == len(batches[0].decode)]
     steps = [ms for one in same for ms in one.step_ms.tolist()]

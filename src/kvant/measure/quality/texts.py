@@ -1,4 +1,4 @@
-"""The text that formats read: from a file, or from the manual that comes with Python."""
+"""The text of an evaluation: from a file, or the manual that Python includes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from kvant.engine.llm import LLM
 from kvant.errors import BadValue, WayOut
 
 LEAST_POSITIONS = 500
-"""Fewer evaluated positions give no stable figure: the 99th percentile would rest on under five values."""
+"""Minimum number of evaluated positions: with fewer, under five values would decide the 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """name: where it comes from. sha256: of its UTF-8 bytes. token_ids: with what the tokenizer adds."""
+    """A tokenized text.
+
+    name: its source. sha256: of its UTF-8 bytes. token_ids: with the tokenizer's additions.
+    """
 
     name: str
     sha256: str
@@ -28,11 +31,11 @@ class Text:
 
 
 def read_text(path: Path | None, llm: LLM) -> Text:
-    """Read and tokenize a text.
+    """Reads and tokenizes a text.
 
     path: plain text in UTF-8, or JSON lines, whose string values are joined. None: the manual of the Python
-    language that every Python brings (`pydoc_data.topics`); it differs between versions of Python.
-    BadValue for a file that cannot be read.
+    language that every Python includes (`pydoc_data.topics`); it differs between versions of Python.
+    Raises BadValue for a file that cannot be read.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -66,18 +69,18 @@ def _joined(text: str, path: Path) -> str:
 
 
 def evaluated(context: int) -> range:
-    """Positions of a window that count in the figures, as in llama.cpp: its second half, but the last."""
+    """Returns the evaluated positions of a window, as in llama.cpp: its second half without the last."""
     return range(context // 2, context - 1)
 
 
 def num_windows(context: int, tokens: int) -> int:
-    """How many windows of `context` tokens give `tokens` tokens, and LEAST_POSITIONS at least."""
+    """Returns how many windows of `context` tokens give `tokens` tokens, and at least LEAST_POSITIONS."""
     least = -(-LEAST_POSITIONS // len(evaluated(context)))
     return max(least, tokens // context)
 
 
 def check_length(text: Text, contexts: Sequence[int], tokens: int) -> None:
-    """BadValue, saying how much is needed, for a text too short for any of these contexts."""
+    """Raises BadValue, with the number of tokens needed, if a text is too short for any of these contexts."""
     have = len(text.token_ids)
     for context in contexts:
         least = num_windows(context, 0) * context
@@ -96,10 +99,10 @@ def check_length(text: Text, contexts: Sequence[int], tokens: int) -> None:
 
 
 def windows(text: Text, llm: LLM, context: int, tokens: int, begin: int = 0) -> Tensor:
-    """Windows of the text one behind the other, [num_windows, context], int64.
+    """Returns consecutive windows of the text, [num_windows, context], int64.
 
-    begin: the place in the text where the first window begins. A tokenizer that begins texts with a token of
-    its own has it at the begin of each window, as in llama.cpp.
+    begin: token index of the first window. If the tokenizer begins texts with a special token, each window
+    begins with it, as in llama.cpp.
     """
     wanted = num_windows(context, tokens)
     token_ids = text.token_ids[begin:]

@@ -1,4 +1,4 @@
-"""What a tuning found, as a policy file for --kv-cache-policy, as plain data, and for other engines."""
+"""The result of a tuning as a policy file for --kv-cache-policy, as plain data, and for other engines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvant.measure.tuning.tune import Tuned, Verified
 
 SCHEMA = 1
 _MODELOPT = {(8, 8): "FP8", (8, 4): "FP8_K_NVFP4_V", (4, 4): "NVFP4"}
-"""ModelOpt's algorithm for layers of about these bits of K and V."""
+"""ModelOpt's algorithm for layers with about these bits of K and V."""
 
 
 def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str) -> str:
-    """YAML: one rule per layer, with the costs that decided it as a comment."""
+    """Returns YAML with one rule per layer, and the costs that decided it as a comment."""
     policy, best = tuned.policy, tuned.best_uniform
     said = (
         f"Made by `{made_by}`: {policy.bits:.2f} bits per value, mean KL divergence "
@@ -51,21 +51,21 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
 
 
 def name_of(tuned: Tuned, index: int, side: Side) -> str:
-    """The chosen format's name; `model` for the model dtype, which may differ where the policy is used."""
+    """Returns the chosen format's name, or `model` for the model dtype, which is another for other models."""
     chosen = tuned.chosen.chosen[index, side].dtype
     wide = tuned.plan.compute_dtype.kv_dtype
     return str(Follow.MODEL) if chosen is wide else str(chosen)
 
 
 def explain(options: Sequence[Option]) -> str:
-    """Formats of one place with their costs, the narrowest first."""
+    """Returns the formats of one place with their costs, narrowest first."""
     return ", ".join(f"{option.dtype} {option.kl:.1e}" for option in options)
 
 
 def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
-    """Schema 1 of `kvant tune --format json`, without facts of the machine.
+    """Returns schema 1 of `kvant tune --format json`, without facts about the machine.
 
-    tokens: of a held-out window, the length of the sequence whose bytes count.
+    `tokens` there is the length of a held-out window, for which bytes are counted.
     """
     best = tuned.best_uniform
     layers = []
@@ -105,10 +105,10 @@ def _entry(one: Verified) -> dict[str, Any]:
 
 
 def other_engines(tuned: Tuned, geometry: ModelGeometry) -> dict[str, Any]:
-    """The nearest maps that vLLM and ModelOpt have; both are coarser than the policy.
+    """Returns the nearest settings for vLLM and ModelOpt, which are coarser than the policy.
 
-    vLLM stores one format and skips layers, which keep the model dtype: the layers here that store more
-    bytes than the most frequent pair. ModelOpt names an algorithm per layer.
+    vLLM stores one format and skips layers, which keep the model dtype. Here it skips the layers that store
+    more bytes than the most frequent pair. ModelOpt names an algorithm per layer.
     """
     sizes: dict[int, int] = {}
     pairs: dict[int, tuple[KVDtype, KVDtype]] = {}
@@ -138,6 +138,6 @@ def other_engines(tuned: Tuned, geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def _about(dtype: KVDtype) -> int:
-    """8 for formats of 5 to 8 bits, 4 for fewer, 16 for more."""
+    """Returns 8 for formats of 5 to 8 bits, 4 for fewer, 16 for more."""
     bits = dtype.format.bits
     return 16 if bits > 8 else 8 if bits > 4 else 4

@@ -1,8 +1,8 @@
-"""The search: which format of each layer and side costs least under a budget. Pure, without torch.
+"""The search for the format of each layer and side that costs least under a budget. Pure, without torch.
 
-Costs of sides are taken to add up: KL divergences of small independent errors do, about. Then choosing one
-format per side is a knapsack problem with several choices, which dynamic programming over bytes solves
-exactly. What the sum misses is measured afterwards, on text that was held out.
+It assumes that costs of sides add up; KL divergences of small independent errors do so approximately. Then
+choosing one format per side is a multiple-choice knapsack problem, which dynamic programming over bytes
+solves exactly. The error of this assumption is measured afterwards, on held-out text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
 
 Place = tuple[int, Side]
-"""A layer's index and a side."""
+"""A layer's index, and a side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One format of one place. bytes: per token, all KV heads. kl: added by it alone, nats."""
+    """One format for one place. bytes: per token, all KV heads. kl: that it adds alone, in nats."""
 
     dtype: KVDtype
     bytes: int
@@ -31,7 +31,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A format for every place. kl: the sum of the options' figures."""
+    """A format for every place. kl: the sum over its options."""
 
     chosen: Mapping[Place, Option]
 
@@ -45,17 +45,17 @@ class Assignment:
 
 
 def fewest_bytes(options: Mapping[Place, Sequence[Option]]) -> Assignment:
-    """Each place in its narrowest format; of two equally narrow ones, the better."""
+    """Returns each place in its narrowest format; among equally narrow ones, the one with less KL."""
     return Assignment({p: min(os, key=lambda o: (o.bytes, o.kl)) for p, os in options.items()})
 
 
 def least_kl(options: Mapping[Place, Sequence[Option]]) -> Assignment:
-    """Each place in its best format; of two equally good ones, the narrower."""
+    """Returns each place in its format of least KL; among equal ones, the narrowest."""
     return Assignment({p: min(os, key=lambda o: (o.kl, o.bytes)) for p, os in options.items()})
 
 
 def best_within(options: Mapping[Place, Sequence[Option]], budget: int) -> Assignment | None:
-    """The assignment of least KL with at most `budget` bytes; None if the narrowest has more."""
+    """Returns the assignment of least KL with at most `budget` bytes; None if the narrowest has more."""
     places = list(options)
     unit = math.gcd(*(o.bytes for found in options.values() for o in found))
     room = budget // unit
@@ -87,7 +87,7 @@ def best_within(options: Mapping[Place, Sequence[Option]], budget: int) -> Assig
 
 
 def smallest_under(options: Mapping[Place, Sequence[Option]], most_kl: float) -> Assignment | None:
-    """The assignment of fewest bytes whose KL is at most `most_kl`; None if the best one has more."""
+    """Returns the assignment of fewest bytes whose KL is at most `most_kl`; None if the best has more."""
     if least_kl(options).kl > most_kl:
         return None
     low, high = fewest_bytes(options).bytes, least_kl(options).bytes
@@ -104,7 +104,7 @@ def smallest_under(options: Mapping[Place, Sequence[Option]], most_kl: float) ->
 
 
 def not_beaten(options: Sequence[Option]) -> list[Option]:
-    """Options that no other beats in bytes without a greater KL, by bytes."""
+    """Returns options for which no other has at most the bytes and at most the KL, sorted by bytes."""
     best, found = math.inf, []
     for option in sorted(options, key=lambda o: (o.bytes, o.kl)):
         if option.kl < best:

@@ -1,13 +1,13 @@
-"""One tuning: measure what each format costs in each place, search, and verify on held-out text.
+"""One tuning: measure the cost of each format in each place, search, and verify on held-out text.
 
-    1  every format on all layers' keys, or on all layers' values, alone: formats that another beats drop out
-    2  each remaining format on one layer and side alone
-    3  the search (`search.py`), over the figures of 2 scaled so that their sums are those of 1
-    4  the found policy and the best uniform formats on text that no step before has read
+    1  each format on all layers' keys, or all layers' values; formats that are worse in bytes and KL drop out
+    2  each remaining format on one layer and side only
+    3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
+    4  the found policy and the best uniform formats, on text that no earlier step has read
 
 With wide rows (`kvant.kv.wide`), every plan of these steps stores them, and budgets count their pages.
 
-Parts of 1, 2 and 4 are kept on disk when they are done (`kvant.measure.quality.kept`).
+Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from kvant.measure.tuning.search import (
 from kvant.plan.resolution import resolve_again
 
 ROUNDS = 4
-"""How often --max-kl is verified with a new budget, at most."""
-AT_ONCE = 8  # plans that read side by side, and whose part is kept together
+"""Maximum number of verifications for --max-kl, each with a new budget."""
+AT_ONCE = 8  # plans that read side by side; their results are kept as one part
 Told2 = Callable[[int, int], None]
 Layers = Mapping[Place, KVDtype]
 Key = TypeVar("Key", tuple[Side, KVDtype], tuple[int, Side, KVDtype])
-"""What a plan stores narrowly: one side of every layer, or one side of one layer."""
+"""What a plan stores in a narrow format: one side of every layer, or one side of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,10 @@ def divide_text(
     held_out: int,
     verify_context: int | None = None,
 ) -> Lesson:
-    """Windows of a text, in this order. BadValue, saying how much is needed, for too short a text.
+    """Divides a text into measured and held-out windows.
 
-    context: tokens of a measured window. verify_context: of a held-out one, None for the same.
+    Raises BadValue, with the tokens needed, if it is short. context: tokens of a measured window.
+    verify_context: of a held-out one, None for the same.
     """
     last = verify_context or context
     first = -(-measured // context) * context
@@ -95,9 +96,9 @@ def divide_text(
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """A policy or a uniform format on held-out text. predicted: by the search, None for uniform formats.
+    """A policy or a uniform format on held-out text. predicted: KL from the search, None for uniform formats.
 
-    bytes_per_token: of a sequence as long as a held-out window, which wide rows depend on.
+    bytes_per_token: of a sequence as long as a held-out window, on which the bytes of wide rows depend.
     """
 
     name: str
@@ -109,9 +110,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """options: of every place, with measured costs. chosen: the policy; policy, uniform: on held-out text.
+    """The result.
 
-    length: tokens of the sequence whose bytes count. rows: what the policy stores wide too.
+    options: of every place, with measured costs. chosen: the policy's formats. policy, uniform: their figures
+    on held-out text. length: tokens of the sequence whose bytes count. rows: what the policy stores wide too.
     """
 
     options: Mapping[Place, Sequence[Option]]
@@ -124,17 +126,17 @@ class Tuned:
 
     @property
     def best_uniform(self) -> Verified | None:
-        """Least KL among uniform formats with no more bytes than the policy; None if there is none."""
+        """The uniform format of least KL with no more bytes than the policy; None if there is none."""
         within = [u for u in self.uniform if u.bytes_per_token <= self.policy.bytes_per_token]
         return min(within, key=lambda u: u.figures.kld_mean) if within else None
 
 
 @dataclass
 class Tuner:
-    """llm: the model; its plan stores the model dtype. formats: candidates; empty for all.
+    """Runs one tuning. llm: the model; its plan stores the model dtype. formats: candidates; empty for all.
 
-    beside: uniform formats to verify; empty for all. rows: what every plan stores wide too; uniform formats
-    are verified with and without.
+    beside: uniform formats to verify; empty for all. rows: what every plan stores wide too. Uniform formats
+    are verified with and without these rows.
     """
 
     llm: LLM
@@ -150,11 +152,11 @@ class Tuner:
         return plan_storing(self.llm, FormatRequest(Follow.MODEL, Follow.MODEL))
 
     def stored_bytes(self, plan: KVPlan) -> int:
-        """Bytes per token of a sequence as long as a held-out window, wide rows included."""
+        """Returns bytes per token of a sequence as long as a held-out window, including wide rows."""
         return round(bytes_per_token_at(plan, self.lesson.held_out.shape[1]))
 
     def places(self) -> list[Place]:
-        """Every side that is stored. BadValue for MLA, whose one latent this does not tune yet."""
+        """Returns every stored side. Raises BadValue for MLA, whose single latent cannot be tuned yet."""
         if any(spec.geometry.attention is Attention.MLA for spec in self.wide.layers):
             raise BadValue(
                 f"{self.llm.planned.target.local.name} stores one latent instead of K and V",
@@ -168,15 +170,17 @@ class Tuner:
         ]
 
     def for_bits(self, bits: float) -> Tuned:
-        """The policy of least KL with at most `bits` bits per value, scales included.
+        """Returns the policy of least KL with at most `bits` bits per value, including scales.
 
-        BadValue, with the narrowest policy there is, if none is that small.
+        Raises BadValue, with the narrowest possible policy, if none is that small.
         """
         options = self.options()
         whole = self.wide.bytes_per_token_16bit
         least = fewest_bytes(options)
         narrow = self._plan_of(least)
-        rows = self.stored_bytes(narrow) - narrow.bytes_per_token  # no policy has more
+        rows = (
+            self.stored_bytes(narrow) - narrow.bytes_per_token
+        )  # bytes of wide rows, an upper bound
         found = best_within(options, int(bits / 16 * whole) - rows)
         if found is None:
             fewest = 16 * (least.bytes + rows) / whole
@@ -189,9 +193,9 @@ class Tuner:
         return self.beside_uniform(self._verified(options, found))
 
     def for_kl(self, most: float) -> Tuned:
-        """The policy of fewest bytes whose measured mean KL is at most `most`, on held-out text.
+        """Returns the policy of fewest bytes whose measured mean KL is at most `most`, on held-out text.
 
-        BadValue, with the closest policy that was found, if none is that good.
+        Raises BadValue, with the closest policy found, if none is that good.
         """
         options, aim = self.options(), most
         closest: Tuned | None = None
@@ -218,7 +222,10 @@ class Tuner:
     # -- measuring -----------------------------------------------------------------------------
 
     def options(self) -> dict[Place, list[Option]]:
-        """Candidates of every place, with costs; formats that another beats everywhere are left out."""
+        """Returns the candidates of every place, with costs.
+
+        Formats that another beats everywhere are left out.
+        """
         places = self.places()
         uniform = self._uniform_sides()
         kept = {side: self._front(side, uniform[side]) for side in Side}
@@ -244,7 +251,7 @@ class Tuner:
         return g.num_kv_heads * dtype.format.row_bytes(head_dim)
 
     def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
-        """Mean KL with all layers' keys, or values, in one format and the rest wide."""
+        """Returns the mean KL with all layers' keys, or all values, in one format and the rest wide."""
         plans: dict[tuple[Side, KVDtype], KVPlan] = {}
         refused: list[str] = []
         places = self.places()
@@ -286,7 +293,7 @@ class Tuner:
         return self._means("alone", plans)
 
     def _means(self, what: str, plans: Mapping[Key, KVPlan]) -> dict[Key, float]:
-        """Mean KL of every plan over the measured windows."""
+        """Returns the mean KL of every plan over the measured windows."""
         keys = {_label(key): key for key in plans}
         names = list(keys)
         parts = []
@@ -309,7 +316,7 @@ class Tuner:
     # -- verifying -----------------------------------------------------------------------------
 
     def _verified(self, options: Mapping[Place, Sequence[Option]], chosen: Assignment) -> Tuned:
-        """The policy on held-out text, without uniform formats beside it yet."""
+        """Measures the policy on held-out text, without uniform formats."""
         plan = self._plan_of(chosen)
         assert plan.bytes_per_token == chosen.bytes, "the search counts what the plan stores"
         (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": plan})
@@ -318,7 +325,7 @@ class Tuner:
         return Tuned(options, chosen, plan, policy, (), length, self.rows)
 
     def beside_uniform(self, tuned: Tuned) -> Tuned:
-        """With the uniform formats of up to twice the policy's bytes on the same text."""
+        """Adds uniform formats of up to twice the policy's bytes, measured on the same text."""
         plans = {}
         most = 2 * tuned.policy.bytes_per_token
         for one in self.beside or whole_formats():
@@ -350,7 +357,7 @@ class Tuner:
         return self.plan_of({place: option.dtype for place, option in chosen.chosen.items()})
 
     def plan_of(self, layers: Layers) -> KVPlan:
-        """The plan that stores these formats in these places, and the model dtype elsewhere."""
+        """Returns the plan that stores these formats in these places, and the model dtype elsewhere."""
         asked = Asked(FormatRequest(Follow.MODEL, Follow.MODEL), "kvant tune")
         request = KVRequest(explicit=(asked,), format_defaults=False, wide=self.rows)
         for (index, side), dtype in layers.items():
@@ -360,22 +367,22 @@ class Tuner:
 
 
 def plan_of_uniform(llm: LLM, one: FormatRequest, rows: AskedWide | None = None) -> KVPlan:
-    """Every layer in one format, without the wide ends that some formats have. rows: stored wide too."""
+    """Plans every layer in one format, without the format's protective defaults. rows: stored wide too."""
     request = KVRequest(explicit=(Asked(one, "kvant tune"),), format_defaults=False, wide=rows)
     return resolve_again(llm.planned, request)
 
 
 def _candidates(side: Side) -> list[KVDtype]:
-    """Formats that can store this side; formats made for the other side are left out."""
+    """Returns formats that can store this side, without formats made for the other side."""
     found = {one.k if side is Side.K else one.v for one in whole_formats()}
     return [d for d in KVDtype if d in found or (side is Side.K and d.format.takes_rounding)]
 
 
 def _label(key: tuple[int | Side | KVDtype, ...]) -> str:
-    """The name of a plan in the parts on disk, such as `3 k nvfp4`."""
+    """Returns the name of a plan in the parts on disk, such as `3 k nvfp4`."""
     return " ".join(part.value if isinstance(part, Side) else str(part) for part in key)
 
 
 def _up(value: float, digits: int = 2) -> float:
-    """Rounded up, so that a way out holds."""
+    """Rounds up, so that the way out that an error suggests works."""
     return round(value + 10.0**-digits, digits)

@@ -1,6 +1,6 @@
-"""One token of Qwen's gated delta nets for each sequence: the convolution, the delta rule, the gated norm.
+"""One token of each sequence through a gated delta net of Qwen: convolution, delta rule, gated norm.
 
-`kvant.models.recurrent.scan` has the equations. Prompts do not come here: they run in chunks, in torch.
+`kvant.models.recurrent.scan` has the equations. Prompts do not use this code: torch computes them in chunks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _ONE = np.float32(1)
 _ZERO = np.float32(0)
 _TINY = np.float32(1e-6)
 _LINEAR = np.float32(20)
-"""From here on softplus is its argument, as in torch."""
+"""Softplus of larger arguments is the argument itself, as in torch."""
 
 
 @intrinsic(prefer_literal=True)
@@ -54,9 +54,10 @@ def _convolve(
     typing: Any, size: Any, x: Any, state: Any, weight: Any, out: Any, channels: Any, vectors: Any, taps: Any,
     is_new: Any, rounds: Any,
 ) -> Any:  # fmt: skip
-    """Channels of one token, 16 per vector, and the shift of their states. size: bytes of a state's number.
+    """Convolves channels of one token, 16 per vector, and shifts their states.
 
-    x, state, weight, out: addresses of the first of these channels; channels: of all, which rows have.
+    size: bytes of a number of the state. x, state, weight, out: addresses of the first of these channels.
+    channels: of a whole row.
     """
     width = size.literal_value
     shorts = ir.VectorType(ir.IntType(16), LANES)
@@ -90,7 +91,8 @@ def _convolve(
             def tap(i: Any, sums: list[Any]) -> list[Any]:
                 place = b.add(at, b.mul(i, state_row))
                 old = read(place)
-                # Its successor takes its place: the next older input, or the newest one.
+                # The next newer input replaces each input of the state; the token's input replaces the
+                # newest.
                 is_last = b.icmp_signed("==", b.add(i, i64(1)), before)
                 behind = b.select(is_last, place, b.add(place, state_row))
                 follows = b.select(splat(b, is_last), newest, read(behind))
@@ -140,7 +142,7 @@ def _conv(task: int, _: int) -> None:
 def _decay(
     typing: Any, state: Any, keys: Any, k: Any, decay: Any, value: Any, strength: Any, q: Any
 ) -> Any:  # fmt: skip
-    """One row of S: S <- decay S, S <- S + strength (value - S k) k; the product S q. Vectors in `keys`."""
+    """Updates one row of S and returns S q: S <- decay S, S <- S + strength (value - S k) k."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         state, keys, k, decay, value, strength, q = arguments
@@ -178,7 +180,7 @@ def _decay(
 
 @intrinsic
 def _times(typing: Any, x: Any, factor: Any, out: Any, vectors: Any) -> Any:
-    """out = factor * x."""
+    """Writes out = factor * x."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         x, factor, out, vectors = arguments
@@ -198,7 +200,7 @@ def _times(typing: Any, x: Any, factor: Any, out: Any, vectors: Any) -> Any:
 
 @njit(error_model="numpy")
 def _unit(x: int, scale: float, out: int, keys: int) -> None:
-    """out = scale * x / |x|."""
+    """Writes out = scale * x / |x|."""
     length = root(squares(0, x, x, keys // 16, 0) + _TINY)
     _times(x, scale / length, out, keys // 16)
 
@@ -261,7 +263,7 @@ def _delta(task: int, _: int) -> None:
             rounds,
             rounds,
         )
-        # silu(gate) is not rounded before it multiplies, the product is.
+        # silu(gate) is not rounded before it multiplies, only the product is.
         gate = load_i64(task + Delta.Z) + row * stride + 4 * head * values
         silu_mul(gate, z + 4 * values, out, values // 16, 0)
         if rounds:

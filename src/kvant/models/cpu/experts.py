@@ -1,6 +1,6 @@
-"""Layers of experts: which rows belong to which expert, products with each expert's rows, and their sum.
+"""Layers of experts: sorts rows by expert, multiplies each expert's rows, and sums a token's results.
 
-A pair is one token with one of its experts. Pairs stand in the order of their experts, so that an expert's
+A pair is one token with one of its experts. Pairs are sorted by expert, so that an expert's
 weights are read once for all of its rows. A token's result depends on the token alone.
 """
 
@@ -73,7 +73,7 @@ def _route(task: int, _: int) -> None:
                 for before in range(place):
                     if load_i64(ids + 8 * before) == i:
                         is_free = False
-                # The first free one is taken where no score is a number.
+                # If no score is a number, the first free expert is taken.
                 if is_free and (best < 0 or score > most):
                     best, most = i, score
             store_i64(ids + 8 * place, best)
@@ -116,14 +116,17 @@ def _sort(task: int, _: int) -> None:
         store_i64(at, place + 1)
         store_i64(tokens + 8 * place, pair // top_k)
         store_i64(places + 8 * pair, place)
-    for expert in range(experts, 0, -1):  # each now stands where the next one begins
+    for expert in range(experts, 0, -1):  # each entry is now the begin of the next expert
         store_i64(starts + 8 * expert, load_i64(starts + 8 * (expert - 1)))
     store_i64(starts, 0)
 
 
 @cache
 def expert_worker(code: Code, *, indexed: bool) -> int:
-    """Address of void(task, _): what every thread runs. Threads take outputs of one expert at a time."""
+    """Returns the address of void(task, _), which every thread runs.
+
+    A thread takes outputs of one expert at a time.
+    """
     most, at_once, size, has_index = ROWS, OUTPUTS, number_bytes(code), int(indexed)
 
     def work(task: int, _: int) -> None:
@@ -195,7 +198,7 @@ def expert_worker(code: Code, *, indexed: bool) -> int:
 
 @intrinsic
 def _dot(typing: Any, x: Any, y: Any, vectors: Any) -> Any:
-    """The sum of products of two rows."""
+    """Returns the dot product of two rows."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         x, y, vectors = arguments
@@ -215,7 +218,7 @@ def _sum_rows(
     typing: Any, results: Any, places: Any, weights: Any, count: Any, width: Any, out: Any, shared: Any,
     factor: Any, rounds: Any, terms: Any,
 ) -> Any:  # fmt: skip
-    """out [width] = the sum over `count` of weights times rows of results, plus factor * shared."""
+    """Writes out [width]: the weighted sum of `count` rows of results, plus factor * shared."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         results, places, weights, count, width, out, shared, factor, rounds, terms = arguments
@@ -234,7 +237,7 @@ def _sum_rows(
                 value = to_bf16_where(b, by_term, b.fmul(load(b, FLOATS, at, 4), weight))
                 return [to_bf16_where(b, by_term, b.fadd(sums[0], value))]
 
-            # -0.0 plus the first term is that term.
+            # -0.0 plus the first term is exactly that term.
             total = repeat(b, count, [every(FLOATS, -0.0)], add)[0]
             total = to_bf16_where(b, where, total)
             more = to_bf16_where(

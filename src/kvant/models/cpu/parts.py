@@ -1,4 +1,4 @@
-"""A fused model's layers as the compiled forward runs them: products, and float32 weights of the rest."""
+"""The layers of a fused model as the compiled forward runs them: products, and other weights in float32."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from kvant.models.fused.routing import Routing
 from kvant.models.recurrent.mixers import GatedDeltaNet
 
 Products = tuple[Linear, ...]
-"""Products of one input, whose outputs lie beside each other; several where formats differ."""
+"""Products of one input, with adjacent outputs; several if formats differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """weight: float32 [width]. rounds_first: numbers are rounded before weight multiplies them too."""
+    """An RMS norm.
+
+    weight: float32 [width]. rounds_first: numbers are also rounded before the weight multiplies.
+    """
 
     weight: Tensor
     eps: float
@@ -34,7 +37,7 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """gated: each head of q is followed by one of gates."""
+    """An attention layer. gated: in the result of qkv, each head of q is followed by its gate."""
 
     qkv: Products
     output: Products
@@ -48,11 +51,11 @@ class Attention:
 
     @property
     def q_stride(self) -> int:
-        """Numbers between two heads of q."""
+        """Distance between two heads of q, in numbers."""
         return self.head_dim * (2 if self.gated else 1)
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v [T, heads, head_dim] as they lie in qkv [T, ..]."""
+        """Returns views of q, k, v [T, heads, head_dim] in qkv [T, ..], without gates."""
         tokens, dim, kv = len(qkv), self.head_dim, self.num_kv_heads
         first = self.num_q_heads * self.q_stride
         q = qkv[:, :first].view(tokens, self.num_q_heads, self.q_stride)[..., :dim]
@@ -62,7 +65,10 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """A gated delta net between two products. conv: [taps, channels]. decay: minus e^A_log. float32 each."""
+    """A gated delta net and its two products. conv: [taps, channels]. decay: -exp(A_log), [heads].
+
+    bias: dt_bias, [heads]. All are float32.
+    """
 
     net: GatedDeltaNet
     entry: Products
@@ -76,7 +82,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """silu(gate) * up between two products; rows of gates, then of ups."""
+    """A dense feed-forward layer, silu(gate) * up between two products. up: rows of gates, then of ups."""
 
     up: Products
     down: Products
@@ -84,7 +90,10 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """gate_up: [E, 2 I, H], down: [E, H, I], numbers. shared_gate: float32 [H], or None."""
+    """A layer of experts.
+
+    gate_up: [E, 2 I, H], down: [E, H, I], unquantised. shared_gate: float32 [H], or None.
+    """
 
     routing: Routing
     router: Linear
@@ -105,7 +114,7 @@ class Part:
 
     @property
     def linears(self) -> list[Linear]:
-        """All products but those of experts."""
+        """All products of the layer, except those of experts."""
         mix, forward = self.mix, self.feed_forward
         ends = (mix.qkv, mix.output) if isinstance(mix, Attention) else (mix.entry, mix.exit)
         found = [linear for some in ends for linear in some]
@@ -118,7 +127,7 @@ class Part:
 
 
 def refuse_experts(experts: Experts) -> str | None:
-    """Why compiled code does not compute a layer of experts, or None."""
+    """Returns why compiled code cannot compute a layer of experts, or None."""
     if experts.is_narrow:
         return "its experts' weights are narrow"
     if experts.clamp is not None or experts.gate_up[1] is not None or experts.down[1] is not None:
@@ -131,7 +140,10 @@ def refuse_experts(experts: Experts) -> str | None:
 def read_part(
     layer: fused.Layer | fused.MixerLayer | fused.LatentLayer, code: Code | None, digits: int
 ) -> Part:
-    """code: what weights of products are rounded to, None for numbers as they are."""
+    """Reads a layer.
+
+    code: to what unquantised weights are rounded, None for no rounding. digits: of activations.
+    """
     assert not isinstance(layer, fused.LatentLayer)
     mix: Attention | Recurrence
     if isinstance(layer, fused.MixerLayer):
@@ -200,7 +212,10 @@ def _recurrence(net: GatedDeltaNet) -> Recurrence:
 
 
 def products(given: AnyLinear, code: Code | None, digits: int) -> Products:
-    """A product's weights: numbers as they are or rounded as `code`, narrow weights as they are, in tiles."""
+    """Packs a product's weights in tiles.
+
+    Only unquantised weights are rounded to `code`, if it is not None.
+    """
     if isinstance(given, Apart):
         return tuple(linear for part in given.parts for linear in products(part, code, digits))
     if isinstance(given, NarrowProduct):
@@ -210,7 +225,7 @@ def products(given: AnyLinear, code: Code | None, digits: int) -> Products:
 
 
 def read_norm(norm: fused.Norm | None) -> RmsNorm:
-    """A norm with a weight, whose kind is one of root mean squares."""
+    """Reads an RMS norm with a weight."""
     assert norm is not None
     assert norm.weight is not None
     assert norm.kind.is_rms

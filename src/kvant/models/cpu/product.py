@@ -1,9 +1,9 @@
 """Matrix products with weights of numbers: every thread takes rows of the weight, 16 columns per vector.
 
-Weights are float32, or bfloat16 numbers, which become float32 exactly. An output is the sum over its row's
-vectors in their order, one fused multiply-add each, and then over 16 lanes in a fixed tree. That order does
+Weights are float32, or bfloat16 and widened exactly to float32. An output is the sum over its row's
+vectors in order, one fused multiply-add each, and then over 16 lanes in a fixed tree. That order does
 not depend on the number of rows of x, on a row's position or on threads. So products are batch-invariant, and
-a bfloat16 weight gives the bits that the same numbers give in float32.
+a bfloat16 weight gives the same bits as a float32 weight with these numbers.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ from kvant.models.cpu.weights import Code
 
 _HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f"))
 OUTPUTS, ROWS = (4, 6) if _HAS_AVX512 else (2, 3)
-"""Rows of the weight and of x whose sums are in registers at once: 24 of 32, with AVX2 12 of 16."""
-_FETCHED_AHEAD = 4096  # bytes of each weight row's own stream
+"""Rows of the weight and of x per tile, whose sums occupy 24 of 32 registers, or 12 of 16 with AVX2."""
+_FETCHED_AHEAD = 4096  # bytes, in each row of the weight
 _LINE = 64
 _ZERO = every(FLOATS, 0.0)
 
 
 def _pairs(count: int, half: int) -> list[tuple[int, int, list[int], list[int]]]:
-    """One level of `_sums`: which two vectors meet, and the lanes of both that are added.
+    """Returns one level of `_sums`: pairs of vectors, and the lanes of both that are added.
 
-    Lane l of each vector meets l + half, in every group of 2 * half lanes. A last vector meets itself.
+    Lane l of each vector is added to lane l + half, in every group of 2 * half lanes. An odd vector pairs
+    with itself.
     """
     first = [
         (LANES if lane // half % 2 else 0) + lane // half // 2 * 2 * half + lane % half
@@ -61,9 +62,9 @@ def _pairs(count: int, half: int) -> list[tuple[int, int, list[int], list[int]]]
 
 
 def _sums(b: Any, vectors: list[Any]) -> Any:
-    """A vector with the sums over lanes of 16, 8, 4 .. vectors, where `_places` says.
+    """Returns a vector with the sums over the lanes of 16, 8, 4 .. vectors, at the lanes of `_places`.
 
-    Every vector's lanes are added in the same order, however many there are.
+    Lanes are added in the same order for any number of vectors.
     """
     level, half = vectors, LANES // 2
     while half:
@@ -76,7 +77,7 @@ def _sums(b: Any, vectors: list[Any]) -> Any:
 
 
 def _places(count: int) -> list[int]:
-    """The lane in which `_sums` leaves the sum of each of `count` vectors."""
+    """Returns the lanes in which `_sums` leaves the sum of each of `count` vectors."""
     level, half = [[i] * LANES for i in range(count)], LANES // 2
     while half:
         level = [
@@ -88,7 +89,7 @@ def _places(count: int) -> list[int]:
 
 
 def _weights(b: Any, size: int, address: Any) -> Any:
-    """FLOATS of sixteen weights of `size` bytes each."""
+    """Loads sixteen weights of `size` bytes each as FLOATS."""
     return load_bf16_lanes(b, address) if size == 2 else load(b, FLOATS, address, 4)
 
 
@@ -97,10 +98,10 @@ def multiply(
     typing: Any, size: Any, indexed: Any, rows: Any, weight: Any, stride: Any, bias: Any, x: Any,
     x_stride: Any, index: Any, pairs: Any, out: Any, out_stride: Any, rounds: Any,
 ) -> Any:  # fmt: skip
-    """OUTPUTS rows of the weight times `rows` (1 .. ROWS) rows of x, over `pairs` of vectors, plus bias.
+    """Multiplies OUTPUTS rows of the weight by `rows` (1 .. ROWS) rows of x; adds bias. pairs: of vectors.
 
-    size: bytes of a weight's number. indexed: row r is row index[r] of x, else row r. rounds: results are
-    rounded to bfloat16 if it is not 0.
+    size: bytes of a weight's number. indexed: row r is row index[r] of x, else row r. rounds: if not 0,
+    results are rounded to bfloat16.
     """
     width, has_index = size.literal_value, indexed.literal_value
     signature = types.void(size, indexed, *[types.int64] * 11)
@@ -134,7 +135,7 @@ def _emit(
     b: Any, size: int, weight: Any, stride: Any, bias: Any, x_at: list[Any], pairs: Any, out: Any,
     out_stride: Any, rounds: Any,
 ) -> None:  # fmt: skip
-    """`multiply` for the rows of x at these addresses. rounds: a mask of lanes."""
+    """Emits `multiply` for the rows of x at these addresses. rounds: a mask of lanes."""
     n, step_bytes = len(x_at), 2 * LANES * size
     at = [b.add(weight, b.mul(stride, i64(i))) for i in range(OUTPUTS)]
 
@@ -163,7 +164,7 @@ def _emit(
         while together > n - row:
             together //= 2
         places = _places(together * OUTPUTS)
-        # Sums of a row's outputs are to stand beside each other.
+        # Sums of a row's outputs must be adjacent.
         order = sorted(range(together * OUTPUTS), key=places.__getitem__)
         put: list[Any] = [None] * (together * OUTPUTS)
         for lane, position in enumerate(order):
@@ -185,7 +186,7 @@ def _emit(
 
 @intrinsic
 def widen_row(typing: Any, weight: Any, pairs: Any, out: Any) -> Any:
-    """Write the `pairs` of vectors of bfloat16 numbers at `weight` to `out` as float32."""
+    """Writes `pairs` of vectors of bfloat16 numbers from `weight` to `out` as float32."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         weight, pairs, out = arguments
@@ -205,10 +206,10 @@ def widen_row(typing: Any, weight: Any, pairs: Any, out: Any) -> Any:
 
 @cache
 def product_worker(code: Code) -> int:
-    """Address of void(task, _): what every thread runs. code: of a weight of numbers.
+    """Returns the address of void(task, _), which every thread runs. code: format of unquantised weights.
 
-    With a bfloat16 weight and more rows of x than a product takes at a time, a thread first widens the rows
-    of the weight that it has taken, and multiplies with those.
+    If x has more rows than a tile and the weight is bfloat16, a thread first widens its rows of the weight,
+    and multiplies by the widened rows.
     """
     most, at_once, size = ROWS, OUTPUTS, number_bytes(code)
 
@@ -234,7 +235,7 @@ def product_worker(code: Code) -> int:
             if first >= outputs:
                 return
             end = min(outputs, first + chunk)
-            first = min(first, outputs - at_once)  # the last ones again, with the same result
+            first = min(first, outputs - at_once)  # repeats earlier outputs, with the same result
             if widens:
                 for output in range(first, end):
                     widen_row(
@@ -262,5 +263,5 @@ def product_worker(code: Code) -> int:
 
 
 def number_bytes(code: Code) -> int:
-    """Bytes of a number of a weight."""
+    """Returns the bytes of one number of a weight."""
     return 4 if code is Code.FLOAT32 else 2

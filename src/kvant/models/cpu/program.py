@@ -11,9 +11,10 @@ from kvant.models.cpu.layout import Kind, Operation, StepFields, Task
 
 @njit(error_model="numpy")
 def operate(step: int, operations: int, first: int, end: int, parallel: int, team: int) -> None:
-    """Run operations first .. end - 1 in order, each on a number of threads that suits its size.
+    """Runs operations first .. end - 1 in order. Small operations run on one thread.
 
-    parallel: address of what runs a function on several threads, 0 for this one alone. team: theirs.
+    parallel: address of a function that runs another on several threads; 0 to use this thread only. team: the
+    threads' team, for it.
     """
     threads, tokens = load_i64(step + StepFields.THREADS), load_i64(step + StepFields.TOKENS)
     for i in range(first, end):

@@ -1,4 +1,4 @@
-"""Records a forward: all operations over fixed memory, and where Python may step in between them."""
+"""Records a forward: its operations over fixed memory, and the places where Python can step in."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ _ALONE = 8
 _NEVER_ALONE = 0
 _ALWAYS_ALONE = 1 << 40
 _SMALL_BYTES = 1 << 16
-"""A weight of as many bytes is multiplied with few rows on one thread."""
+"""Maximum number of bytes of a weight that one thread multiplies by few rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Places in the operations of one layer, where Python may do what follows itself.
+    """Places in the operations of one layer after which Python can compute instead.
 
-    after_entry: the product that enters it has run, and the rotation; entered: [tokens, ..] has its results.
-    after_mix: tokens are mixed, in mixed [tokens, ..]. after_layer: the layer is done.
+    after_entry: after the first product and the rotation; entered: [tokens, ..], their results. after_mix:
+    after attention or recurrence; mixed: [tokens, ..], its result. after_layer: at the end of the layer.
     """
 
     after_entry: int
@@ -73,10 +73,10 @@ class Stop:
 class Program:
     """All operations of a forward over fixed memory.
 
-    embed: reads the narrow embedding, None for one of numbers. pool: whose attention is among the operations,
-    None where Python calls it; states: whose recurrences are. group: of the pages of the layers that attend.
-    recurrences: blocks of recorded recurrences, and their fields for pages and starts. kept: what operations
-    hold addresses of.
+    embed: reads a narrow embedding, None for an unquantised one. pool: the pool of recorded attention, None
+    if Python calls attention. states: the pool of recorded recurrences. group: of the pages of layers with
+    attention. recurrences: blocks of recorded recurrences, and their fields for pages and starts. kept:
+    objects whose addresses the operations hold.
     """
 
     residual: Tensor
@@ -105,7 +105,7 @@ class Program:
 
 
 class Recorder:
-    """Records programs of one model. rounds: numbers are rounded to bfloat16 where transformers does."""
+    """Records programs of one model. rounds: round to bfloat16 where transformers does."""
 
     def __init__(
         self,
@@ -116,15 +116,16 @@ class Recorder:
         *,
         rounds: bool,
     ) -> None:
+        """embedding: [vocab_size, hidden_size], unquantised or packed."""
         self._parts, self._last_norm, self._head = parts, last_norm, head
         self._embedding, self._rounds = embedding, rounds
 
     def record(
         self, call: StepCall, tokens: int, pairs: int, group: int, *, is_ours: bool
     ) -> Program:
-        """A program for steps of at most `tokens` tokens.
+        """Records a program for steps of at most `tokens` tokens.
 
-        pairs: numbers of a head that are rotated, over 2. is_ours: attention is among the operations.
+        pairs: rotated pairs of numbers per head. is_ours: attention is among the operations.
         """
         made = _Recording(
             self._parts, self._last_norm, self._head, self._embedding, call, tokens, rounds=self._rounds,
@@ -172,7 +173,7 @@ class _Recording:
             self.attend_scratch = torch.empty(self.threads, needed, dtype=torch.uint8)
 
     def room(self, name: str, columns: int, times: int = 1) -> Tensor:
-        """Float32 [tokens * times, columns], shared by layers that ask by the same name."""
+        """Returns float32 [tokens * times, columns], shared by all layers that ask for this name."""
         key = name, columns * times
         if key not in self._rooms:
             self._rooms[key] = float_rows(self.tokens * times, columns)
@@ -227,7 +228,7 @@ class _Recording:
     def multiply(
         self, products: Products, x: Tensor, out: Tensor, *, kind: Kind = Kind.TASK
     ) -> list[Block]:
-        """Products of x, beside each other in out; their tasks."""
+        """Records the products of x with adjacent results in out; returns their tasks."""
         first, start, found = products[0], 0, []
         if any(linear.rounds for linear in products):
             assert self.rounded is not None
@@ -244,7 +245,7 @@ class _Recording:
         return found
 
     def norm(self, x: Tensor, norm: RmsNorm, *, adds: bool, kind: Kind = Kind.TASK) -> Block:
-        """The norm of x, or of x and the sum so far."""
+        """Records the norm of x, or, if it adds, of x plus the residual sum."""
         made = block_of(Norm)
         made[Norm.WORKER // 8] = norm_worker()
         made[Norm.X // 8], made[Norm.OUT // 8] = x.data_ptr(), self.normed.data_ptr()
@@ -262,7 +263,7 @@ class _Recording:
     def _attention(
         self, index: int, mix: Attention, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Returns the products' results, where attention writes, and the place before attention."""
+        """Returns the products' results, the output of attention, and the place before attention."""
         qkv = self.room("qkv", sum(linear.weight.rows for linear in mix.qkv))
         attended = self.room("mixed", mix.num_q_heads * mix.head_dim)
         self.multiply(mix.qkv, self.normed, qkv)
@@ -312,7 +313,7 @@ class _Recording:
         self.add(made, alone=_ALONE)
 
     def _recurrence(self, index: int, mix: Recurrence) -> tuple[Tensor, Tensor, int]:
-        """Like `_attention`. The recurrence is recorded where its states are plain numbers."""
+        """Implements `_attention` for a recurrence, recorded if its states are plain numbers."""
         net, states = mix.net, self.call.states
         entered = self.room("entered", sum(net.sizes))
         mixed = self.room("mixed", net.heads * net.values)
@@ -449,7 +450,10 @@ class _Recording:
         order: tuple[Tensor, Tensor],
         index: Tensor | None,
     ) -> None:
-        """index: rows of x by pair; None where x has a row for each pair."""
+        """Records products with experts' weights.
+
+        index: rows of x by pair; None if x has one row per pair.
+        """
         code = Code.BFLOAT16 if weight.dtype is torch.bfloat16 else Code.FLOAT32
         size = weight.element_size()
         made, entry = block_of(ExpertProduct), ExpertProduct

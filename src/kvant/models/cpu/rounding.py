@@ -1,11 +1,11 @@
 """Activations as integers, for products that add integers: blocks of 32 inputs share a scale.
 
 A number is x = d (65536 h + 256 m + l) with three signed digits: within 2^-22 of the block's largest
-magnitude, as near as float32 is. With one digit, x = d h with h in -127..127: that is rounding to 8 bits,
-which has to be asked for.
+magnitude, as close as float32. With one digit, x = d h with h in -127..127: this is rounding to 8 bits,
+which users must request.
 
-A row is a sequence of blocks: the digits, 32 bytes each, the highest first; float32 d and the sum of the
-rounded numbers; for each digit int32 sums, with the other sign, of all 32, of the first and of the last 16.
+A row is a sequence of blocks: the digits, 32 bytes each, highest first; float32 d and the sum of the
+rounded numbers; for each digit negated int32 sums over all 32 numbers, the first 16 and the last 16.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ EXACT, EIGHT_BITS = 3, 1
 """Digits of an activation: as exact as float32, or 8 bits."""
 
 _LARGEST = {EXACT: 127.0 * 2**16, EIGHT_BITS: 127.0}
-_SMALLEST = 1e-30  # of a block's largest magnitude: below, its numbers are zero
+_SMALLEST = 1e-30  # blocks whose largest magnitude is below this become zero
 _ROWS_AT_ONCE = 4
 
 
 def block_bytes(digits: int) -> int:
-    """Bytes of 32 rounded inputs."""
+    """Returns the bytes of 32 rounded inputs."""
     return (GROUP + 12) * digits + 8
 
 
 def digit_sum(digits: int, digit: int, half: int | None) -> int:
-    """Where a block has the sum of a digit, of one half or of all inputs."""
+    """Returns the offset in a block of the sum of a digit, over one half or over all inputs."""
     return GROUP * digits + 8 + 12 * digit + (0 if half is None else 4 + 4 * half)
 
 
 @intrinsic(prefer_literal=True)
 def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
-    """Round the 32 float32 at x to a block at `out`. What is not finite makes the scale not finite."""
+    """Rounds the 32 float32 at x to a block at `out`. NaN or infinity makes the scale not finite."""
     count = digits.literal_value
     signature = types.void(digits, types.int64, types.int64)
 
@@ -80,7 +80,7 @@ def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
             total = b.fadd(total, b.fmul(b.sitofp(both, F32), scale))
             for digit in reversed(range(count)):
                 value = rest
-                if digit:  # what the next higher ones take is what the lowest 8 bits leave
+                if digit:  # the next higher digits take what the lowest 8 bits leave
                     value = b.ashr(b.shl(rest, words(24)), words(24))
                     rest = b.ashr(b.sub(rest, value), words(8))
                 place = b.add(out, i64(GROUP * digit + 16 * half))
@@ -100,7 +100,7 @@ def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
 
 @cache
 def round_worker(digits: int) -> int:
-    """Address of void(task, _): what every thread runs."""
+    """Returns the address of void(task, _), which every thread runs."""
     size, at_once = block_bytes(digits), _ROWS_AT_ONCE
 
     def work(task: int, _: int) -> None:

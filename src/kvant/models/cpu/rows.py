@@ -1,7 +1,7 @@
 """Operations between two products, one row at a time, in float32.
 
-Values round where transformers' modules round, up to the order of sums: with `ROUNDS`, which computing in
-bfloat16 means, to numbers of bfloat16. A row's result depends on the row alone.
+Values round where transformers' modules round, up to the order of sums. With `ROUNDS`, for models that
+compute in bfloat16, they round to bfloat16 numbers. A row's result depends on the row alone.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _ONE = np.float32(1)
 
 
 def _loop(b: Any, vectors: Any, start: list[Any], body: Any) -> list[Any]:
-    """body(offset in bytes, carried vectors) -> carried vectors, `vectors` times, at least once."""
+    """Calls body(offset in bytes, carried vectors) -> carried vectors `vectors` times, at least once."""
     return repeat(b, vectors, start, lambda i, carried: body(b.mul(i, i64(4 * LANES)), carried))
 
 
 def lane_sum(b: Any, x: Any) -> Any:
-    """The sum of the lanes of FLOATS, in a fixed tree."""
+    """Returns the sum of the lanes of FLOATS, in a fixed tree."""
     half = LANES // 2
     while half:
         lanes = [(lane + half) % LANES for lane in range(LANES)]
@@ -64,7 +64,7 @@ def lane_sum(b: Any, x: Any) -> Any:
 def squares(
     typing: Any, mode: Any, x: Any, residual: Any, vectors: Any, rounds: Any
 ) -> Any:  # fmt: skip
-    """The sum of squares of x, or of x + residual, which mode _ADD stores in residual's place."""
+    """Returns the sum of squares of x, or of x + residual; mode _ADD stores x + residual in residual."""
     how = mode.literal_value
     signature = types.float32(mode, *[types.int64] * 4)
 
@@ -91,7 +91,10 @@ def scaled(
     typing: Any, mode: Any, x: Any, residual: Any, factor: Any, weight: Any, out: Any, vectors: Any,
     rounds: Any, first: Any,
 ) -> Any:  # fmt: skip
-    """out = weight * (factor * x), in mode _ADD_ONLY_HERE of x + residual. first: rounds factor * x too."""
+    """Writes weight * (factor * x) to out; mode _ADD_ONLY_HERE uses x + residual.
+
+    first: rounds factor * x too.
+    """
     how = mode.literal_value
     signature = types.void(mode, types.int64, types.int64, types.float32, *[types.int64] * 5)
 
@@ -117,7 +120,7 @@ def scaled(
 
 
 def sigmoid_parts(b: Any, x: Any) -> tuple[Any, Any]:
-    """n and d of FLOATS x with sigmoid(x) = n / d, neither of which overflows."""
+    """Returns n and d with sigmoid(x) = n / d for FLOATS x; neither overflows."""
     one = every(FLOATS, 1.0)
     small = exp_lanes(b, b.fneg(call(b, "llvm.fabs.v16f32", FLOATS, x)))
     above = b.select(b.fcmp_ordered("<", x, every(FLOATS, 0.0)), small, one)
@@ -125,14 +128,14 @@ def sigmoid_parts(b: Any, x: Any) -> tuple[Any, Any]:
 
 
 def silu_lanes(b: Any, x: Any) -> Any:
-    """x / (1 + e^-x) of FLOATS."""
+    """Returns x / (1 + e^-x) of FLOATS."""
     above, below = sigmoid_parts(b, x)
     return b.fdiv(b.fmul(x, above), below)
 
 
 @intrinsic
 def silu_mul(typing: Any, gate: Any, up: Any, out: Any, vectors: Any, rounds: Any) -> Any:
-    """out = gate / (1 + e^-gate) * up."""
+    """Writes gate / (1 + e^-gate) * up to out."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         gate, up, out, vectors, rounds = arguments
@@ -153,7 +156,7 @@ def silu_mul(typing: Any, gate: Any, up: Any, out: Any, vectors: Any, rounds: An
 
 @intrinsic
 def _sigmoid_mul(typing: Any, x: Any, gate: Any, vectors: Any, rounds: Any) -> Any:
-    """x *= sigmoid(gate); without a gate (0), x is rounded alone."""
+    """Multiplies x by sigmoid(gate), in place; without a gate (0), only rounds x."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         x, gate, vectors, rounds = arguments
@@ -202,7 +205,7 @@ def _norm(task: int, _: int) -> None:
             if residual == 0:
                 factor = rms_factor(squares(0, a, c, vectors, r16), width, eps)
                 scaled(0, a, c, factor, weight, to, vectors, r16, first16)
-            elif index:  # a row may be chosen twice: its sum is stored nowhere
+            elif index:  # a row may be chosen twice, so its sum is not stored
                 factor = rms_factor(squares(2, a, c, vectors, r16), width, eps)
                 scaled(2, a, c, factor, weight, to, vectors, r16, first16)
             else:

@@ -1,4 +1,4 @@
-"""The entry that Python calls: operations of a forward, alone or in a team of threads."""
+"""The entry that Python calls: runs operations of a forward, on one thread or in a team."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvant.models.cpu.team import share_address, take_part_address, yield_addres
 
 
 def _run(step: int, operations: int, first: int, end: int) -> int:
-    """Operations first .. end - 1; end."""
+    """Runs operations first .. end - 1; returns end."""
     parallel, threads = load_i64(step + StepFields.PARALLEL), load_i64(step + StepFields.THREADS)
     team = load_i64(step + StepFields.TEAM)
     if threads == 1 or parallel == 0:
@@ -30,12 +30,12 @@ def _run(step: int, operations: int, first: int, end: int) -> int:
 
 
 def run_function() -> Entry:
-    """`_run`, compiled."""
+    """Returns `_run`, compiled."""
     return compiled_entry(_run)
 
 
 def new_step() -> tuple[Block, Block]:
-    """The block of a step, and that of the team it names."""
+    """Returns the block of a step, and the block of the team that it refers to."""
     step, team = block_of(StepFields), block_of(Team)
     team[Team.COUNT_THREADS // 8] = openmp_address("omp_get_num_threads")
     team[Team.YIELD // 8] = yield_address()

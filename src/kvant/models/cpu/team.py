@@ -26,7 +26,7 @@ _SPINS = 2000
 
 @intrinsic
 def _load_acquire(typing: Any, address: Any) -> Any:
-    """Load an int64 that another thread adds to, with everything that thread wrote before (acquire)."""
+    """Loads an int64 that another thread adds to, and all that thread's earlier writes (acquire)."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         place = b.inttoptr(arguments[0], ir.PointerType())
@@ -46,7 +46,7 @@ def _pause(typing: Any) -> Any:
 
 @intrinsic
 def _ask(typing: Any, function: Any) -> Any:
-    """Call a C function int() by its address."""
+    """Calls a C function int() by its address."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.IntType(32), [])
@@ -57,7 +57,7 @@ def _ask(typing: Any, function: Any) -> Any:
 
 @njit(error_model="numpy")
 def _wait(address: int, value: int, give_way: int) -> None:
-    """Wait until the number at `address` is at least `value`."""
+    """Waits until the number at `address` is at least `value`."""
     spins = 0
     while _load_acquire(address) < value:
         spins += 1
@@ -69,14 +69,14 @@ def _wait(address: int, value: int, give_way: int) -> None:
 
 @njit(error_model="numpy")
 def _announce(team: int, function: int, data: int) -> int:
-    """Announce a job; return the number of jobs so far."""
+    """Announces a job; returns the number of jobs so far."""
     store_i64(team + Team.FUNCTION, function)
     store_i64(team + Team.DATA, data)
     return fetch_add(team + Team.JOBS, 1) + 1
 
 
 def _share(function: int, data: int, threads: int, flags: int) -> None:
-    """In GOMP_parallel's place: run function(data) on every thread of the team that data names."""
+    """Replaces GOMP_parallel: runs function(data) on every thread of the team in data."""
     team = load_i64(data + Task.TEAM)
     jobs = _announce(team, function, data)
     run_at(function, data, 0)
@@ -84,7 +84,7 @@ def _share(function: int, data: int, threads: int, flags: int) -> None:
 
 
 def _take_part(team: int, _: int) -> None:
-    """What every thread of the region does."""
+    """Runs on every thread of the region: the first leads, the others wait for jobs."""
     give_way = load_i64(team + Team.YIELD)
     if fetch_add(team + Team.TICKET, 1) == 0:
         store_i64(team + Team.OTHERS, _ask(load_i64(team + Team.COUNT_THREADS)) - 1)
@@ -117,7 +117,7 @@ def take_part_address() -> int:
 
 @cache
 def yield_address() -> int:
-    """Address of the C library's sched_yield."""
+    """Returns the address of the C library's sched_yield."""
     found = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
     assert found
     return found

@@ -1,4 +1,4 @@
-"""Products with narrow weights on a CPU against float64 products: cells of `kvant verify`."""
+"""Cells of `kvant verify` for narrow weights on a CPU: products against float64 products."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvant.models.cpu.weights import Code, pack, unpack
 from kvant.weights.verify import ROWS, SHAPE, ProductCell
 
 _MOST = 1e-5
-"""Relative error of float32 sums."""
+"""Maximum relative error of float32 sums."""
 
 
 def verify_cpu_products() -> Iterator[ProductCell]:
-    """Multiply with every format, with exact and with rounded activations; yield the errors."""
+    """Multiplies by every format, with exact and with rounded activations; yields the errors."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(SHAPE, generator=generator) * 0.02
     inputs = [torch.randn(rows, SHAPE[1], generator=generator) for rows in ROWS]
@@ -38,9 +38,9 @@ def verify_cpu_products() -> Iterator[ProductCell]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [T, columns] float32 as `--weight-activations int8` rounds it, float64.
+    """Returns x [T, columns] float32 as `--weight-activations int8` rounds it, float64 [T, columns].
 
-    A block of 32 has the scale of its largest magnitude over 127.
+    The scale of a block of 32 is its largest magnitude over 127.
     """
     blocks = x.reshape(x.shape[0], -1, GROUP)
     largest = blocks.abs().amax(-1, keepdim=True)

@@ -141,12 +141,10 @@ _TABLE: Sequence[tuple[str, Foreign]] = (
         "--reasoning-budget",
         Foreign(
             True,
-            no_effect="max_tokens bounds reasoning and answer together",
+            no_effect="thinking has no budget unless a request gives one",
             neutral=("-1",),
-            refused="there is no budget for reasoning",
-            way_out=WayOut(
-                'switch it off in requests: "chat_template_kwargs": {"enable_thinking": false}'
-            ),
+            refused="a budget belongs to a request",
+            way_out=WayOut('give it in requests: "thinking_token_budget": 1024'),
         ),
     ),
     (

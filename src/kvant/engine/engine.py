@@ -39,6 +39,7 @@ from kvant.plan.limits import Limits
 from kvant.sampling.logit_rules import make_rules
 from kvant.sampling.sampling_params import EMBEDDING, SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits
+from kvant.sampling.thinking import thinking_marks
 from kvant.scheduling.request import Request, Sequence
 from kvant.scheduling.scheduler import Schedule, Scheduler
 
@@ -94,7 +95,10 @@ class Engine:
         self._cache_audit = None
         if scale_audit is not None:
             self._cache_audit = CacheAudit(self.scheduler.allocator, scale_audit)
-        self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits)
+        self._marks = None if tokenizer is None else thinking_marks(tokenizer, vocab_size)
+        # A step in flight and the next one may each bring a token and all drafts before the host reads them.
+        self._ahead = 2 * (1 + (0 if speculation is None else speculation.num_speculative_tokens))
+        self._forms = Forms(tokenizer, vocab_size, self.eos_token_ids, compile_limits, self._marks)
         self._live = LiveRequests(self.scheduler, self._forms, embeds=embeds)
         self._is_stepping = False
         self._dropped: list[int] = []  # requests whose stream was dropped while a step ran
@@ -145,7 +149,12 @@ class Engine:
         prompt = tuple(prompt_token_ids)
         self._check(prompt, params)
         rules = make_rules(
-            params, prompt, eos_token_ids=self.eos_token_ids, tokenizer=self.tokenizer
+            params,
+            prompt,
+            eos_token_ids=self.eos_token_ids,
+            tokenizer=self.tokenizer,
+            marks=self._marks,
+            ahead=self._ahead,
         )
         number = self._next_number
         self._next_number += 1
@@ -350,6 +359,7 @@ class Engine:
             vocab_size=self.vocab_size,
             has_tokenizer=self.tokenizer is not None,
             has_forms=self._forms.can_be_asked,
+            has_thinking=self._marks is not None,
         )
         if params.max_tokens == 0 and params.prompt_logprobs is None and not self.embeds:
             raise RequestError("max_tokens is 0; it must be at least 1", param="max_tokens")

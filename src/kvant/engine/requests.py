@@ -25,6 +25,7 @@ from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampler import RowRequest, RowSampler, Sampled, greedy, token_logprobs
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits
+from kvant.sampling.thinking import NO_THINKING, ThinkingMarks
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.scheduler import Schedule, Scheduler
 from kvant.speculative.accept import verify
@@ -50,6 +51,7 @@ def check_request(
     vocab_size: int,
     has_tokenizer: bool,
     has_forms: bool,
+    has_thinking: bool,
 ) -> None:
     """Raises RequestError, with the values and the client's field name, if a request cannot be served."""
     if not prompt:
@@ -82,6 +84,8 @@ def check_request(
             f"{form.asked_as} needs a tokenizer and an end-of-sequence token; this model lacks one",
             param=form.asked_as,
         )
+    if params.thinking_token_budget is not None and not has_thinking:
+        raise RequestError(NO_THINKING, param="thinking_token_budget")
     if params.n != 1:
         raise RequestError(f"n is {params.n}: this way there is one answer", param="n")
 
@@ -152,6 +156,7 @@ class Live:
         sequence = self.sequence
         self.is_simple = (
             (self.text is None or not self.text.may_end)
+            and sequence.rules is None
             and not sequence.needs_host
             and sequence.request.params.structured_outputs is None  # its rules come once compiled
             and sequence.prompt_logprobs is None
@@ -224,7 +229,10 @@ class Live:
 
 
 class Forms:
-    """Compiles grammars of structured output. They need a tokenizer and an end-of-sequence token."""
+    """Compiles grammars of structured output. They need a tokenizer and an end-of-sequence token.
+
+    marks: of the model's thinking, which a form may wait for.
+    """
 
     def __init__(
         self,
@@ -232,8 +240,10 @@ class Forms:
         vocab_size: int,
         eos_token_ids: Collection[int],
         limits: CompileLimits,
+        marks: ThinkingMarks | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._marks = marks
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
         self._limits = limits
@@ -301,6 +311,7 @@ class Forms:
                 eos_token_ids=self._eos,
                 tokenizer=self._tokenizer,
                 grammar=compiling.result(),
+                marks=self._marks,
             )
         except RequestError as fault:
             return fault
@@ -502,6 +513,8 @@ class LiveRequests:
         except RequestError as fault:
             return self.refuse(live, fault)
         if reason is None:
+            if sequence.rules is not None:
+                self._scheduler.note_rules(sequence)
             return Progress(number, (token,), text, None, logprobs, prompt_logprobs)
         before = live.shown
         result = self._finish(live, reason)

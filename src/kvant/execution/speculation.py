@@ -50,6 +50,11 @@ class Speculation:
         self._committed_at = 0.0
 
     @property
+    def num_speculative_tokens(self) -> int:
+        """The most drafts of one sequence in one step."""
+        return self._most
+
+    @property
     def stats(self) -> SpeculationStats:
         return self._counts.stats(pays=self._chosen > 0)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from kvant.errors import RequestError
 from kvant.kernels.transfer import to_device
 from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.thinking import UNLIMITED, Thinking, ThinkingMarks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -53,6 +54,8 @@ class LogitRules:
 
     prompt_token_ids: used by the repetition penalty only. ends: tokens that end the answer, which are banned
     until min_tokens. bad_words: token sequences that must not appear. grammar: the request's own matcher.
+    thinking: follows the model's thinking, which a grammar waits for. ahead: how many tokens the device may
+    choose before the host learns the first one.
     """
 
     def __init__(
@@ -63,9 +66,24 @@ class LogitRules:
         ends: Iterable[int],
         bad_words: Iterable[tuple[int, ...]] = (),
         grammar: Grammar | None = None,
+        thinking: Thinking | None = None,
+        ahead: int = 0,
     ) -> None:
         self._params = params
         self._grammar = grammar
+        self._thinking = thinking
+        self._ahead = ahead
+        form = params.structured_outputs
+        self._knows_thinking = form is not None and form.with_thinking
+        self._is_only_thinking = (
+            thinking is not None and grammar is None and not changes_logits(params)
+        )
+        # Tokens of the marks around thinking that must come next, in order.
+        self._forced: list[int] = []
+        # The form begins once thinking is over; until then the model may still begin to think.
+        self._waits = self._form_waits(thinking)
+        if thinking is not None and self._waits and thinking.matched:
+            self._forced = list(thinking.marks.opening[thinking.matched :])
         self._ends = sorted(set(ends))
         self._bad_words = tuple(set(bad_words))
         self._output: list[int] = []
@@ -74,13 +92,22 @@ class LogitRules:
         self._seen = SeenTokens(sorted(set(prompt_token_ids)) if repeats else ())
 
     @property
+    def needs_host(self) -> bool:
+        """False if the rules cannot change the next `ahead` tokens: the thinking has a budget for them."""
+        if self._thinking is None or not self._is_only_thinking:
+            return True
+        return self._thinking.left is not None and self._thinking.left < self._ahead
+
+    @property
     def is_complete(self) -> bool:
         """True if only the end may follow: the answer is complete in its grammar."""
-        return self._grammar is not None and self._grammar.is_complete
+        return self._grammar is not None and not self._waits and self._grammar.is_complete
 
     def advance(self, token: int) -> None:
         """Appends one token to the answer. Raises RequestError if the grammar does not allow it."""
-        if self._grammar is not None:
+        if self._thinking is not None:
+            self._think(self._thinking, token)
+        elif self._grammar is not None:
             self._grammar.advance(token)
         self._output.append(token)
         if self._penalises:
@@ -88,7 +115,9 @@ class LogitRules:
 
     def edits(self, vocab_size: int) -> Edits:
         """Returns the changes of the next row."""
-        params = self._params
+        params, forced = self._params, self._next_forced
+        if forced is not None:
+            return _only(forced, vocab_size, self._asked_as)
         # A tokenizer may have tokens beyond the logits, which can never be chosen.
         banned = [token for token in self._banned() if token < vocab_size]
         if len(self._output) < params.min_tokens:
@@ -103,8 +132,54 @@ class LogitRules:
             seen,
             factors,
             amounts,
-            None if self._grammar is None else self._grammar.asked_as,
+            self._asked_as,
         )
+
+    @property
+    def _asked_as(self) -> str | None:
+        return None if self._grammar is None else self._grammar.asked_as
+
+    # -- thinking ------------------------------------------------------------------------------
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._thinking is not None and self._thinking.is_inside
+
+    @property
+    def _next_forced(self) -> int | None:
+        if self._forced:
+            return self._forced[0]
+        return None if self._thinking is None else self._thinking.forced
+
+    def _form_waits(self, thinking: Thinking | None) -> bool:
+        """Returns whether a form that describes no thinking begins only behind it."""
+        if self._grammar is None or self._knows_thinking or thinking is None:
+            return False
+        return thinking.is_inside or not thinking.has_thought
+
+    def _think(self, thinking: Thinking, token: int) -> None:
+        """Follows the thinking by one token. The grammar reads the token if it belongs to the form."""
+        was_inside, was_forced = thinking.is_inside, bool(self._forced)
+        if was_forced:
+            self._forced.pop(0)
+        if self._waits and not (was_inside or was_forced):
+            self._waits = token == thinking.marks.opening[0]
+        if self._knows_thinking:  # its text of thinking is free, so only the end is told
+            is_of_form = not was_inside or token == thinking.marks.end
+        else:
+            is_of_form = not self._waits
+        if self._grammar is not None and is_of_form:
+            self._grammar.advance(token)
+        thinking.advance(token)
+        if not self._waits:
+            return
+        if was_inside and not thinking.is_inside:
+            self._forced = list(thinking.marks.answer)
+        elif thinking.matched == 1 and not was_forced:  # the form allows no part of the opening
+            self._forced = list(thinking.marks.opening[1:])
+        self._waits = thinking.is_inside or bool(self._forced)
+
+    # -- the next row --------------------------------------------------------------------------
 
     def _allowed(self, vocab_size: int) -> Tensor | None:
         """Returns the tokens that the grammar and allowed_token_ids allow."""
@@ -112,14 +187,23 @@ class LogitRules:
         if self._params.allowed_token_ids is not None:
             found = torch.zeros(vocab_size, dtype=torch.bool)
             found[list(self._params.allowed_token_ids)] = True
-        if self._grammar is not None:
+        if self._grammar is not None and not self._is_thinking:
             by_form = self._grammar.allowed(vocab_size)
+            if self._waits:
+                assert self._thinking is not None
+                by_form[self._thinking.marks.opening[0]] = True
             found = by_form if found is None else found & by_form
         return found
 
     def _banned(self) -> list[int]:
-        """Returns the last token of each bad word whose other tokens the answer ends with."""
+        """Returns the last token of each bad word whose other tokens the answer ends with, and tokens that
+        thinking must not contain.
+        """
         found = []
+        if self._thinking is not None and (token := self._thinking.banned) is not None:
+            found.append(token)
+        if self._thinking is not None and self._grammar is not None and self._is_thinking:
+            found += [*self._ends, *self._thinking.marks.barred]  # the form is still to come
         for word in self._bad_words:
             *before, last = word
             if not before or self._output[-len(before) :] == before:
@@ -189,6 +273,14 @@ def edited(rows: Tensor, edits: Sequence[Edits]) -> Tensor:
     return rows
 
 
+def _only(token: int, vocab_size: int, asked_as: str | None) -> Edits:
+    """Returns the changes that leave one token."""
+    allowed = torch.zeros(vocab_size, dtype=torch.bool)
+    allowed[token] = True
+    none = np.zeros(0, np.int64)
+    return Edits(allowed, [], (), none, none.astype(np.float64), none.astype(np.float64), asked_as)
+
+
 def nothing_left(edits: Edits) -> RequestError:
     return RequestError(
         "what this request allows and forbids leaves no token to go on with", param=edits.asked_as
@@ -199,19 +291,9 @@ def _there(numbers: NDArray[Any], rows: Tensor) -> Tensor:
     return to_device(torch.from_numpy(np.ascontiguousarray(numbers)), rows.device)
 
 
-def make_rules(
-    params: SamplingParams,
-    prompt_token_ids: Sequence[int],
-    *,
-    eos_token_ids: Iterable[int],
-    tokenizer: Tokenizer | None,
-    grammar: Grammar | None = None,
-) -> LogitRules | None:
-    """Builds the rules of a request; None if its logits stay unchanged.
-
-    Raises RequestError for bad_words without a tokenizer.
-    """
-    needed = (
+def changes_logits(params: SamplingParams) -> bool:
+    """Returns whether a parameter other than the form and the budget of thinking changes logits."""
+    return bool(
         params.min_tokens > 0
         or params.bias_pairs
         or params.bad_texts
@@ -219,13 +301,35 @@ def make_rules(
         or params.presence_penalty
         or params.frequency_penalty
         or params.repetition_penalty != 1.0
-        or grammar is not None
     )
-    if not needed:
+
+
+def make_rules(
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    *,
+    eos_token_ids: Iterable[int],
+    tokenizer: Tokenizer | None,
+    grammar: Grammar | None = None,
+    marks: ThinkingMarks | None = None,
+    ahead: int = 0,
+) -> LogitRules | None:
+    """Builds the rules of a request; None if its logits stay unchanged.
+
+    marks: of the model's thinking. ahead: see `LogitRules`. Raises RequestError for bad_words without a
+    tokenizer.
+    """
+    budget, thinking = params.thinking_token_budget, None
+    if marks is not None and budget is not None and (budget != UNLIMITED or grammar is not None):
+        thinking = Thinking(marks, budget, prompt_token_ids)
+    if grammar is None and thinking is None and not changes_logits(params):
         return None
     ends = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
     words = [word for text in params.bad_texts for word in _spellings(text, tokenizer)]
-    return LogitRules(params, prompt_token_ids, ends=ends, bad_words=words, grammar=grammar)
+    return LogitRules(
+        params, prompt_token_ids, ends=ends, bad_words=words, grammar=grammar, thinking=thinking,
+        ahead=ahead,
+    )  # fmt: skip
 
 
 def _spellings(text: str, tokenizer: Tokenizer | None) -> list[tuple[int, ...]]:

@@ -80,6 +80,10 @@ class SamplingParams:
         them, the answer continues to max_tokens.
     structured_outputs: the form of the answer. The answer ends when the form is complete, so it cannot be
         combined with min_tokens or ignore_eos.
+    thinking_token_budget: the most tokens of thinking, without the marks around them. When they are used up,
+        the tokens that end thinking are forced against all other parameters, and the answer goes on.
+        -1 sets no limit. With a budget, also -1, structured_outputs begin behind the thinking. None does
+        not look at thinking.
     skip_special_tokens: leaves special tokens out of the text; they remain in token_ids.
     logprobs: returns the log-probability of each token and of this many likeliest tokens, computed from
         the model's own logits. None returns nothing.
@@ -166,6 +170,13 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = _param(None, "The only tokens of the answer.")
     structured_outputs: StructuredOutputs | None = _param(  # noqa: RUF009
         None, "The form of the answer.", needs_text=True
+    )
+    thinking_token_budget: int | None = _param(
+        None,
+        "The most tokens of a reasoning model's thinking; -1 sets no limit.",
+        low=-1,
+        has_flag=True,
+        needs_text=True,
     )
     skip_special_tokens: bool = _param(True, "Leave special tokens out of the text.")
     include_stop_str_in_output: bool = _param(False, "Keep the stop string in the text.")

@@ -49,7 +49,8 @@ class StructuredOutputs:
 
     json: a JSON schema, as a dict or as text; kept as text. json_object: any JSON object. regex: in
     the syntax of Rust's regex crate, matching the whole answer. choice: one of these texts. grammar:
-    Lark as llguidance reads it, or GBNF. asked_as: the client's field name, for messages.
+    Lark as llguidance reads it, or GBNF. asked_as: the client's field name, for messages. with_thinking: the
+    grammar describes the model's thinking too; any other form begins behind it.
 
     A form larger than `MOST`, or a schema with external references, is refused. JSON answers have at most 20
     blanks or newlines between tokens, so that an answer cannot consist of them forever.
@@ -61,6 +62,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     asked_as: str = field(default="structured_outputs", compare=False)
+    with_thinking: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):

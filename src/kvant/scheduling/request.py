@@ -96,7 +96,8 @@ class Sequence:
     @property
     def needs_host(self) -> bool:
         """True if the host must choose its next token, because of rules or log-probabilities."""
-        return self.rules is not None or self.request.params.logprobs is not None
+        by_rules = self.rules is not None and self.rules.needs_host
+        return by_rules or self.request.params.logprobs is not None
 
     @property
     def number(self) -> int:

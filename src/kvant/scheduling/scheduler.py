@@ -255,6 +255,11 @@ class Scheduler:
         for append, token in zip(appends, tokens, strict=True):
             append(token)
 
+    def note_rules(self, sequence: Sequence) -> None:
+        """Updates whether the host must choose the sequence's tokens, after its rules read a token."""
+        if sequence.row >= 0:
+            self.table.needs_host[sequence.row] = sequence.needs_host
+
     def follow(self, sequence: Sequence) -> None:
         """Lets other sequences share the prompt's pages, since a finite token follows it.
 

@@ -94,7 +94,6 @@ _SHARED: Mapping[str, Refused] = {
     "spaces_between_special_tokens": Refused(_is(True)),
     "prompt_embeds": Refused(way_out="send the text, or its token ids"),
     "logprob_token_ids": Refused(_is([]), "ask for top_logprobs"),
-    "thinking_token_budget": Refused(way_out="max_tokens bounds reasoning and answer together"),
     "repetition_detection": Refused(way_out="use repetition_penalty or frequency_penalty"),
     "watermarking": _FALSE,
     "vllm_xargs": _EMPTY_OBJECT,
@@ -136,6 +135,8 @@ _ONLY_CONVERSATIONS: Mapping[str, Refused] = {
     "add_generation_prompt": Refused(_is(True), "use /v1/chat/completions"),
     "continue_final_message": Refused(_is(False), "use /v1/chat/completions"),
     "include_reasoning": Refused(_is(True), "use /v1/chat/completions"),
+    "thinking_budget_tokens": Refused(_is(-1), "use thinking_token_budget"),
+    "reasoning_budget_tokens": Refused(_is(-1), "use thinking_token_budget"),
     "top_logprobs": Refused(_number(0), "use logprobs"),
 }
 _SHARED_NO_EFFECT: Mapping[str, str] = {
@@ -182,6 +183,7 @@ INFILL = Table(
         "logprobs": Refused(way_out="use /v1/completions"),
         "suffix": Refused(way_out="use input_suffix"),
         "n": Refused(_is(1), "send the request several times"),
+        "thinking_token_budget": Refused(_is(-1), "the model fills in without thinking"),
     },
     {
         **_SHARED_NO_EFFECT,

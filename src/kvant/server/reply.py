@@ -28,11 +28,13 @@ class Tools:
     """The tools of a request. forced: the function that must be called, "" for any, None if none must be.
 
     specs: in OpenAI's form, as the chat template takes them. parallel: several calls are allowed.
+    thinks_first: thinking may precede a forced call.
     """
 
     specs: tuple[dict[str, Any], ...]
     forced: str | None = None
     parallel: bool = True
+    thinks_first: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -159,12 +161,12 @@ class ReplyReader:
         self._parser: Any = None
         self._arguments: _Arguments | None = None  # of the call that is being streamed
         if format is not None:
-            format = _fitting(format, tools)
+            format = _fitting(format, None if self._forced is not None else tools)
         calls = None if format is None else format["fields"].get("tool_calls")
         self._streams = calls is not None and calls["content"] == "json"
         self._streams &= calls is None or "unquoted_keys" not in calls.get("content_args", {})
         self._is_named = calls is not None and calls["transform"] is _NAMED
-        if self._forced is None and format is not None:
+        if format is not None and (tools is None or tools.forced is None or tools.thinks_first):
             from transformers.utils.chat_parsing import ResponseParser
 
             anchor = format["start_anchor"]
@@ -181,28 +183,37 @@ class ReplyReader:
 
     def feed(self, text: str) -> list[Part]:
         """Reads a piece of the answer. Returns the parts that it completes."""
-        if self._forced:
-            first = self._num_calls == 0
-            if not text:
-                return []
-            self._num_calls = 1
-            return [
-                Part("call", text, 0, _new_id() if first else None, self._forced if first else None)
-            ]
-        if self._forced is not None:
-            self._text.append(text)
-            return []
-        if self._parser is None:
-            return [Part("content", text)] if text else []
-        return list(self._parts(self._parsed(lambda parser: parser.feed(text), text)))
+        parts = [Part("content", text)] if text else []
+        if self._parser is not None:
+            parts = list(self._parts(self._parsed(lambda parser: parser.feed(text), text)))
+        return parts if self._forced is None else self._as_forced(parts)
 
     def finish(self) -> list[Part]:
         """Ends the answer. Returns the remaining parts."""
+        parts: list[Part] = []
+        if self._parser is not None:
+            parts = list(self._parts(self._parsed(lambda parser: parser.finalize()[1], "")))
+        if self._forced is not None:
+            parts = self._as_forced(parts)
         if self._forced == "":
-            return self._forced_calls("".join(self._text))
-        if self._parser is None:
-            return []
-        return list(self._parts(self._parsed(lambda parser: parser.finalize()[1], "")))
+            parts += self._forced_calls("".join(self._text))
+        return parts
+
+    def _as_forced(self, parts: Sequence[Part]) -> list[Part]:
+        """Returns the parts of an answer whose content is a forced call. The calls of any function are kept
+        until the end.
+        """
+        found = []
+        for part in parts:
+            if part.kind != "content":
+                found.append(part)
+            elif self._forced:
+                is_first, self._num_calls = self._num_calls == 0, 1
+                id, name = (_new_id(), self._forced) if is_first else (None, None)
+                found.append(Part("call", part.text, 0, id, name))
+            else:
+                self._text.append(part.text)
+        return found
 
     def _parsed(self, read: Any, text: str) -> list[dict[str, Any]]:
         try:

@@ -19,6 +19,7 @@ from kvant.errors import RequestError
 from kvant.models.pooling import Pooling
 from kvant.sampling.sampling_params import EMBEDDING, PARAMS, SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
+from kvant.sampling.thinking import NO_THINKING, UNLIMITED
 from kvant.server.api_error import ApiError, bad_request, of_request
 from kvant.server.call_grammar import TokenId, call_grammar
 from kvant.server.config import Limits
@@ -66,7 +67,8 @@ class Facts:
 
     names: the served names. defaults: sampling parameters of requests that do not set them. template: the
     chat template, or None. template_values: defaults for the template's variables. reply: the format of its
-    answers, see `kvant.server.reply`; None if unknown. infill: its form of fill-in-the-middle, or None.
+    answers, see `kvant.server.reply`; None if unknown. thinks: its thinking has marks, so it can have a
+    budget. infill: its form of fill-in-the-middle, or None.
     pooling: how an embedding engine makes a vector; None for an engine that generates.
     """
 
@@ -78,6 +80,7 @@ class Facts:
     template: str | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict)
     reply: dict[str, Any] | None = None
+    thinks: bool = False
     infill: FillForm | None = None
     pooling: Pooling | None = None
 
@@ -266,6 +269,7 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
     if tools is not None and tools.forced is not None:
         form = _forced_form(tools, found.sampling, limits)
         found = replace(found, sampling=replace(found.sampling, structured_outputs=form))
+    found, tools = _thinking_first(found, body, talk, tools, facts)
     if tools is not None and tools.is_strict:
         otherwise, alone = found.sampling.structured_outputs, found.sampling
         if (
@@ -288,6 +292,36 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
     return replace(
         found, tools=tools, reads_reply=reads, include_reasoning=body.include_reasoning is not False
     )
+
+
+def _thinking_first(
+    found: Generation, body: ChatBody, talk: Conversation, tools: Tools | None, facts: Facts
+) -> tuple[Generation, Tools | None]:
+    """Sets the budget of thinking. A form of the whole answer begins behind it, if the model may think."""
+    sampling = found.sampling
+    names = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
+    budget = _one_of(body, names)
+    reasons = facts.reply is not None and writes_reasoning(facts.template or "")
+    if budget is None and not (
+        reasons
+        and facts.thinks
+        and sampling.structured_outputs is not None
+        and talk.add_generation_prompt
+    ):
+        return found, tools
+    _check_budget(
+        budget, next((name for name in names if getattr(body, name) is not None), ""), facts
+    )
+    sampling = replace(sampling, thinking_token_budget=UNLIMITED if budget is None else budget)
+    if tools is not None and tools.forced is not None:
+        tools = replace(tools, thinks_first=reasons)
+    return replace(found, sampling=sampling), tools
+
+
+def _check_budget(budget: int | None, name: str, facts: Facts) -> None:
+    """Raises ApiError 400 for a budget of thinking if the model's thinking has no marks."""
+    if budget is not None and not facts.thinks:
+        raise bad_request(NO_THINKING.replace("thinking_token_budget", name, 1), name)
 
 
 def read_completion(data: bytes, limits: Limits, facts: Facts) -> Generation:
@@ -416,6 +450,7 @@ def _sampling(
         raise of_request(fault) from None
     for name, tokens in sampling.token_ids.items():
         check_tokens(tokens, name, facts)
+    _check_budget(sampling.thinking_token_budget, "thinking_token_budget", facts)
     if max_tokens is None and sampling.min_tokens >= facts.max_model_len:
         raise bad_request(
             f"min_tokens is not less than the {facts.max_model_len} tokens of a sequence",
@@ -436,16 +471,23 @@ def _logit_bias(given: Mapping[str, float] | None, limits: Limits) -> dict[int, 
 
 
 def _max_tokens(body: GenerationBody) -> int | None:
-    """Returns the limit on new tokens, which has three names; given values must agree. -1 means none."""
-    names = ("max_tokens", "max_completion_tokens", "n_predict")
-    given = {name: value for name in names if (value := getattr(body, name)) not in (None, -1)}
-    if len(set(given.values())) > 1:
-        *_, last = given
-        raise bad_request(f"{' and '.join(given)} are names of one number, and differ", last)
-    most: int | None = next(iter(given.values()), None)
+    """Returns the limit on new tokens, which has three names. -1 means none."""
+    most = _one_of(body, ("max_tokens", "max_completion_tokens", "n_predict"), nothing=-1)
     if most == 0 and not isinstance(body, CompletionBody):
         raise bad_request("n_predict is 0; it must be at least 1", "n_predict")
     return most
+
+
+def _one_of(
+    body: GenerationBody, names: Sequence[str], *, nothing: int | None = None
+) -> int | None:
+    """Returns a number that has several names. Given values must agree. nothing: means "not given"."""
+    given = {name: value for name in names if (value := getattr(body, name)) not in (None, nothing)}
+    if len(set(given.values())) > 1:
+        *_, last = given
+        raise bad_request(f"{' and '.join(given)} are names of one number, and differ", last)
+    found: int | None = next(iter(given.values()), None)
+    return found
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -746,7 +788,7 @@ def strict_form(
     _check_parameters(tools, limits)
     schema = None if otherwise is None else otherwise.schema
     grammar = call_grammar(facts.reply, tools, rendered, token_id, schema=schema)
-    return _tools_form(limits, grammar=grammar)
+    return _tools_form(limits, grammar=grammar, with_thinking=True)
 
 
 def _check_parameters(tools: Tools, limits: Limits) -> None:

@@ -21,6 +21,7 @@ from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommended_params
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampling_params import SamplingParams
+from kvant.sampling.thinking import thinking_marks
 from kvant.server.api_error import (
     ApiError,
     bad_request,
@@ -240,6 +241,8 @@ class Service:
                 template=template,
                 template_values=read_template_values(self.config.default_chat_template_kwargs),
                 reply=None if template is None else reply_format(template),
+                thinks=self.tokenizing is not None
+                and thinking_marks(self.tokenizing.backend, ready.vocab_size) is not None,
                 infill=self._infill(),
                 pooling=ready.pooling,
             )

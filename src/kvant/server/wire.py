@@ -148,6 +148,7 @@ else:
     _SamplingFields = sampling_fields("_SamplingFields")
 
 _TOKENS = Annotated[int, Meta(ge=1, le=INT64 - 1)] | None
+_BUDGET = Annotated[int, Meta(ge=-1, le=INT64 - 1)] | None
 _LOGPROBS = Annotated[int, Meta(ge=0, le=INT64 - 1)] | None
 
 
@@ -182,11 +183,15 @@ class GenerationBody(_SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """thinking_budget_tokens, reasoning_budget_tokens: llama.cpp's names of thinking_token_budget."""
+
     messages: list[ChatMessage]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    thinking_budget_tokens: _BUDGET = None
+    reasoning_budget_tokens: _BUDGET = None
     logprobs: bool | None = None
     top_logprobs: _LOGPROBS = None
     tools: list[ToolSpec] | None = None
@@ -257,7 +262,9 @@ class InfillFile(Struct, frozen=True):
 if TYPE_CHECKING:
     _InfillSampling = _SamplingFields
 else:
-    _ELSEWHERE = {"n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs"}
+    _ELSEWHERE = {
+        "n", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "thinking_token_budget",
+    }  # fmt: skip
     _InfillSampling = sampling_fields("_InfillSampling", without=_ELSEWHERE)
 
 

@@ -30,6 +30,7 @@ _NAMES = {
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """Names of a chat request's fields -> their names in this endpoint's body, for error messages."""
 _SAME = ("model", "temperature", "top_k", "top_p", "stream", "max_tokens")
@@ -67,6 +68,8 @@ def _read(body: CountBody, chat: dict[str, Any], limits: Limits, facts: Facts) -
         raise bad_request("thinking: this model's chat template has no reasoning", "thinking")
     if thinks is not None and "enable_thinking" in (facts.template or ""):
         chat["chat_template_kwargs"] = {"enable_thinking": thinks}
+    if body.thinking is not None and body.thinking.type == "enabled":
+        chat["thinking_token_budget"] = body.thinking.budget_tokens
     found = read_conversation(chat, limits, facts, names=_NAMES)
     return replace(found, include_reasoning=thinks is not False)
 

@@ -46,10 +46,10 @@ class MessagesToolChoice(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """Whether to think. budget_tokens: has no effect; max_tokens bounds thinking and answer together."""
+    """Whether to think. budget_tokens: the most tokens of thinking, if the type is "enabled"."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=INT64 - 1)] | None = None
     display: str | None = None
 
 

@@ -15,9 +15,7 @@ def main() -> int:
     workers = str(1 + (os.cpu_count() or 1))
     # One thread a process: workers that each start a thread per core only wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # In the order of files: by their numbers of tests, the longest tests would be last, alone on a core.
-    spread = ("-n", workers, "--dist", "loadscope", "--no-loadscope-reorder")
-    command = [sys.executable, "-m", "pytest", "--acceptance", *spread]
+    command = [sys.executable, "-m", "pytest", "--acceptance", "--workers", workers]
     return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT, env=environment).returncode
 
 

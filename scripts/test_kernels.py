@@ -16,11 +16,12 @@ TRITON = "triton==3.9.*"  # older interpreters do not know numpy 2.4
 BESIDE = ROOT / ".venv" / "kernels"
 OLDEST = "triton==3.6.0"  # torch 2.11's; a kernel that newer versions compile may fail there
 BESIDE_OLDEST = ROOT / ".venv" / "kernels-oldest"
+# Compiling tests come first: each takes as long as fifty others.
 TESTS = (
-    "tests/attention/triton",
     "tests/engine/interpreted",
     "tests/models/interpreted",
     "tests/weights/interpreted",
+    "tests/attention/triton",
 )
 
 
@@ -51,8 +52,7 @@ def main() -> int:
         "TRITON_INTERPRET": "1",
         "KVANT_TEST_OLDEST_TRITON": str(BESIDE_OLDEST),
     }
-    # A test that compiles takes as long as fifty others, which the next worker then takes over.
-    spread = ("-n", workers, "--dist", "worksteal")
+    spread = ("--workers", workers, "--spread", "test")
     command = [sys.executable, "-m", "pytest", *spread, *(sys.argv[1:] or TESTS)]
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 

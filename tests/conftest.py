@@ -22,7 +22,7 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(_CACHE / "kernels"))
 if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     sys.modules["triton"] = None  # type: ignore[assignment]
 
-pytest_plugins = ["tests.acceptance.report", "tests.audit"]
+pytest_plugins = ["tests.acceptance.report", "tests.audit", "tests.workers"]
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
     pytest_plugins.append("tests.interpreter")
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver, reduction
+from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,6 +35,8 @@ _CONTEXT.set_forkserver_preload(
     ]
 )  # fmt: skip
 _ENVIRONMENT = dict(os.environ)
+_QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+"""A killed process leaves the lock of its progress bars, which a tracker removes at the end, and says so."""
 
 
 class Forked:
@@ -125,16 +127,30 @@ def _text(stream: IO[bytes]) -> str:
     return io.TextIOWrapper(io.BytesIO(stream.read())).read()
 
 
-def _start(target: Any, *arguments: Any) -> Forked:
+def share_server() -> None:
+    """Start the process that forks, for the processes that this one will fork, too."""
+    _start_server()
+    # The other half of what it does, to ask whether its child still runs, only a parent can do.
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[method-assign]
+
+
+def _start_server() -> None:
     if forkserver._forkserver._forkserver_pid is None:  # type: ignore[attr-defined]
         changed = dict(os.environ)
         try:
             os.environ.clear()
             os.environ.update(_ENVIRONMENT)  # not the environment of the test that is the first
+            os.environ["PYTHONWARNINGS"] = _QUIET
+            resource_tracker.ensure_running()
+            os.environ.pop("PYTHONWARNINGS")
             forkserver.ensure_running()
         finally:
             os.environ.clear()
             os.environ.update(changed)
+
+
+def _start(target: Any, *arguments: Any) -> Forked:
+    _start_server()
     process = _CONTEXT.Process(target=target, args=arguments, daemon=True)
     process.start()
     return Forked(process)

@@ -30,7 +30,7 @@ def _import(name: str, module: str) -> _BackendModule:
 
 
 def load_backends(plan: KVPlan, *, batch_invariant: bool = False) -> tuple[AttentionBackend, ...]:
-    """Return the backend of every layer, by layer index; a layer that shares KV has its owner's.
+    """Returns the backend of every layer, by layer index; layers that share KV have their owner's backend.
 
     batch_invariant: as in the plan; see `BackendInfo`.
     """

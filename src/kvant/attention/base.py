@@ -17,8 +17,8 @@ from kvant.kv.state_pool import StatePool
 class LongQuery:
     """A sequence of a step with many query tokens; all fields are host integers.
 
-    sequence: its place in the step. first_token: its first query's place in T. length: tokens in
-    the cache after this step's are written, the num_tokens of this step among them.
+    sequence: its index in the step. first_token: index in T of its first query. num_tokens: its queries in
+    this step. length: tokens in the cache once this step's are written.
     """
 
     sequence: int
@@ -38,7 +38,7 @@ class Step:
 
     The sequences of a step are concatenated in the token dimension T.
     cu_seqlens_q: [num_seqs + 1] int32, offsets of each sequence's query tokens in T.
-    seqlens_kv: [num_seqs] int32, tokens in the cache after this step's are written.
+    seqlens_kv: [num_seqs] int32, tokens in the cache once this step's are written.
     page_table: [num_seqs, max_pages] int32, page ids; entries past the sequence's end are unread.
     slot_mapping: [T] int64, page * page_size + offset to write each token to; -1 writes nowhere.
     positions: [T] int64, rotary positions.
@@ -46,19 +46,17 @@ class Step:
     causal: query i of a sequence with n queries sees keys up to seqlen_kv - n + i; otherwise all.
     long: the last sequences, if they have LONG queries or more, for backends that treat them
     differently; `rest` holds the sequences before them (None if there are none).
-    wanted: the step of the queries whose logits are wanted alone, with their sequences, for a last
-    layer whose other rows are not used; None if they are not listed, or if all are wanted.
-    lists: what a backend computed from the lengths in one layer, for later layers. A step whose lengths
-    change in place, as between replays of a graph, gets a new Step when it is recorded.
-    slices: likewise, steps for parts of the queries, by their first token and end.
-    kept: likewise, anything else.
-    rows: [num_seqs] int64, the rows in which the sequences keep their states (`StatePool`); of padding, the
-    scratch row. None for a model without states.
-    lengths: query tokens of each sequence on the host; None if each has one, or if no layer asks.
-    draft_states: where the states behind a sequence's drafts go, the first of consecutive places for each
-    sequence; -1 for one without drafts. None for a step without drafts, or for a model without states.
-    others: the same step through the page tables of the second and later groups of pages; see `of`.
-    page_table, slot_mapping and what holds them are those of the first group.
+    wanted: for a last layer whose other rows are not used: the step with only the queries whose logits are
+    wanted, and their sequences. None if they are not listed, or if all are wanted. lists: tensors that a
+    backend computed from the lengths in one layer, for later layers. A step whose lengths change in place, as
+    between replays of a CUDA graph, gets a new Step when it is captured. slices: likewise, steps for parts of
+    the queries, by their first token and end. kept: likewise, any other objects. rows: [num_seqs] int64, rows
+    of the sequences' states (`StatePool`), the scratch row for padding. None for a model without states.
+    lengths: query tokens of each sequence on the host; None if each has one, or if no layer needs them.
+    draft_states: index of the state after each sequence's first draft; later drafts follow it. -1 for a
+    sequence without drafts. None for a step without drafts, or for a model without states. others: this step
+    with the page tables of the second and later groups of pages; see `of`. page_table, slot_mapping and
+    tensors that depend on them belong to the first group.
     """
 
     cu_seqlens_q: Tensor
@@ -85,14 +83,14 @@ class Step:
     kept: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def of(self, group: int) -> Step:
-        """The step through the page table of a group of pages (`kvant.kv.groups`)."""
+        """Returns the step with the page table of a group of pages (`kvant.kv.groups`)."""
         return self.others[group - 1] if group else self
 
 
 def through(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
-    """Return the step with the page tables and slots of the second and later groups.
+    """Returns the step with the page tables and slots of the second and later groups.
 
-    others: of each such group, page_table [num_seqs, max_pages] and slot_mapping [T], as in `Step`.
+    others: for each such group, page_table [num_seqs, max_pages] and slot_mapping [T], as in `Step`.
     """
     if not others:
         return step
@@ -104,7 +102,7 @@ def through(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """Parameters of a layer's attention beside the cache.
+    """Parameters of a layer's attention, apart from its cache.
 
     scale: factor on q.k. window: tokens a query sees, itself included, None for all (a bidirectional
     query sees window - 1 tokens to either side). softcap: 0 for none. sinks: [num_q_heads] logits or
@@ -123,27 +121,33 @@ class AttentionBackend(Protocol):
     name: str
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k [T, num_kv_heads, head_dim_k] and v [T, num_kv_heads, head_dim_v] into their slots.
+        """Encodes k [T, num_kv_heads, head_dim_k] and v [T, num_kv_heads, head_dim_v] into their slots.
 
-        v: None for latents, whose rows of K are all that is stored.
+        v: None for latents, of which only rows of K are stored. Tokens with slot -1 are not written.
         """
         ...
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], over stored bytes only."""
+        """Attends with q [T, num_q_heads, head_dim_k] over stored bytes.
+
+        Returns [T, num_q_heads, head_dim_v].
+        """
         ...
 
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Keys [m, heads, head_dim] and values [m, heads, head_dim_v] of stored rows [m, width] of latents."""
+"""Makes keys [m, heads, head_dim] and values [m, heads, head_dim_v] from stored latents [m, width]."""
 
 
 @runtime_checkable
 class ExpandingBackend(Protocol):
-    """A backend that attends to keys and values made of latents, for queries of `Step.long`."""
+    """A backend that can expand latents to keys and values, for the queries of `Step.long`."""
 
     def expands(self, q: Tensor) -> bool:
-        """Whether it does for such queries, [T, num_q_heads, head_dim]."""
+        """Whether it expands latents for queries q [T, num_q_heads, head_dim].
+
+        Only dtype and shape matter.
+        """
         ...
 
     def attend_expanded(
@@ -155,12 +159,15 @@ class ExpandingBackend(Protocol):
         params: AttentionParams,
         expand: Expand,
     ) -> None:
-        """Fill the rows of `step.long` in out [T, num_q_heads, head_dim_v]: q over expanded stored rows."""
+        """Attends with q [T, num_q_heads, head_dim] to expanded rows; writes rows of `step.long` in out.
+
+        out: [T, num_q_heads, head_dim_v].
+        """
         ...
 
 
 class HeadNorm(Enum):
-    """How an RMS norm of a head rounds, and what it multiplies with."""
+    """Where an RMS norm of a head rounds, and what it multiplies by."""
 
     ROUNDED = "w * cast(x^)"
     WIDE = "cast(w * x^)"
@@ -171,10 +178,10 @@ class HeadNorm(Enum):
 class HeadRotation:
     """Norm and rotation of the heads of q and k before attention.
 
-    cos, sin: [.., R / 2] for pairs (a, b) of a head's first R numbers -> (a cos - b sin, b cos + a sin),
-    by position or, without by_position, by token of the step. R may be 0. q_weight, k_weight: [head_dim],
-    weights of an RMS norm of every head before the rotation, or None. neighbours: pairs are 2 i and
-    2 i + 1, else i and i + R / 2. gated: each head of q is followed by one of gates, which is passed over.
+    cos, sin: [.., R / 2], indexed by position if by_position, else by token of the step. R may be 0. Pairs
+    (a, b) of a head's first R numbers become (a cos - b sin, b cos + a sin). q_weight, k_weight: [head_dim],
+    weights of an RMS norm of every head before the rotation, or None. neighbours: pairs are 2 i and 2 i + 1,
+    else i and i + R / 2. gated: each head of q is followed by its gate, which is skipped.
     """
 
     cos: Tensor
@@ -190,15 +197,15 @@ class HeadRotation:
 
 @runtime_checkable
 class RotatingWriter(Protocol):
-    """A backend that also norms and rotates heads before it writes."""
+    """A backend that can also normalise and rotate heads before it writes."""
 
     def write_rotated(
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
     ) -> Tensor:
-        """Return rotated q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim].
+        """Returns rotated q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim].
 
-        With `rotation.gated`, 2 * num_q_heads heads come before those of k.
-        Rotated k, and v, are written to their slots as by `write`.
+        With `rotation.gated`, 2 * num_q_heads heads precede the heads of k. Rotated k, and v, are written to
+        their slots as by `write`.
         """
         ...
 
@@ -213,5 +220,5 @@ class StepCall:
     states: StatePool | None = None  # of a model that keeps more than KV
 
     def step_of(self, layer: int) -> Step:
-        """The step through the page table that addresses what a layer reads."""
+        """Returns the step with the page table of the pages that a layer reads."""
         return self.step.of(self.pool.group_of(layer))

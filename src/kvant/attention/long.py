@@ -1,4 +1,4 @@
-"""The sequences of a step with many queries: found when the step is built, and attended to apart."""
+"""Sequences of a step with many queries: finds them when the step is built; attends to them separately."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kvant.attention.need import LONG
 from kvant.kv.pool import LayerCache
 
 AttendLong = Callable[[LayerCache, Tensor, Tensor, Step, AttentionParams], None]
-"""Fills the rows of `Step.long` in its third argument [T, num_q_heads, head_dim_v]."""
+"""Writes the rows of `Step.long` in its third argument [T, num_q_heads, head_dim_v]."""
 
 
 def list_long(step: Step, lengths: NDArray[np.int64], seqlens_kv: NDArray[np.int64]) -> Step:
-    """Return the step with its long sequences listed, and the sequences before them as a separate step.
+    """Returns the step with its long sequences listed, and the sequences before them as a separate step.
 
-    lengths: query tokens of each sequence; seqlens_kv: as in the step. Both on the host. Long
-    sequences must come last; others are treated as short ones, which is slower.
+    lengths: [num_seqs], query tokens of each sequence; seqlens_kv: [num_seqs], as in the step; both on the
+    host. Long sequences must come last; others are treated as short ones, which is slower.
     """
     short = np.flatnonzero(lengths < LONG)
     count = int(short[-1]) + 1 if short.size else 0
@@ -56,10 +56,10 @@ def attend_apart(
     step: Step,
     params: AttentionParams,
 ) -> Tensor:
-    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype: long sequences by
-    `attend_long`, the others by `few`.
+    """Attends to long sequences by `attend_long` and to the others by `few`.
 
-    The tokens of `step.long` come after all others; tokens after them get zeros.
+    q: [T, num_q_heads, head_dim_k]. Returns [T, num_q_heads, head_dim_v] in q's dtype. The tokens of
+    `step.long` come after all others; tokens after them get zeros.
     """
     if not step.long:
         return few.attend(cache, q, step, params)
@@ -76,7 +76,7 @@ def attend_apart(
 
 
 def together(long: Sequence[LongQuery], at_once: int) -> Iterator[Sequence[LongQuery]]:
-    """Group neighbours whose keys are decoded together, padded to the longest of them.
+    """Groups neighbours whose keys are decoded together, padded to the longest of them.
 
     at_once: maximum number of keys of more than one sequence; 0 keeps every sequence alone.
     """

@@ -71,12 +71,12 @@ class BackendInfo:
 
     refuse: why the backend cannot serve this need, or None; pure, and callable without the device.
     batch_invariant: it can promise, bit for bit, that a query's result depends neither on the rest of
-    the step nor on how many queries of its sequence are in it. Then `backend()` takes
+    the step nor on how many queries of its sequence are in it. `backend()` then takes
     `batch_invariant=True`.
     rounds_long: it rounds queries and probabilities of `Step.long` to the four significant bits of e4m3,
     and verification uses that definition there.
     package: a package that its kernels need, if `refuse` does not check it.
-    wide_rows: it serves layers with wide rows, whose formats it then serves alone too.
+    wide_rows: it serves layers with wide rows, and then each of their two formats alone too.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Ask every backend, at plan time, whether it writes and reads a layer; keep every answer.
+"""Asks every backend, at plan time, whether it writes and reads a layer; keeps every answer.
 
 To add a backend, add one package under `kvant/attention/` with a torch-free `info.py`, and one line here.
 """
@@ -24,7 +24,7 @@ BACKENDS: tuple[BackendInfo, ...] = (FLASHINFER, TRITON_FP8, TRITON, CPU, REFERE
 
 
 def parse_backend(text: str | None, *, asked_by: str) -> BackendInfo | None:
-    """The backend of that name; None for None or "auto"."""
+    """Returns the backend with this name; None for None or "auto". Raises UnknownName."""
     if text is None or text == "auto":
         return None
     for info in BACKENDS:
@@ -34,7 +34,7 @@ def parse_backend(text: str | None, *, asked_by: str) -> BackendInfo | None:
 
 
 def select(need: Need, *, only: BackendInfo | None = None) -> Served:
-    """Return the first backend that serves this layer. only: the one that the user named."""
+    """Returns the first backend that serves this layer. only: the backend that the user named."""
     rejected: list[Rejected] = []
     for info in BACKENDS:
         if only is not None and info != only:
@@ -50,7 +50,7 @@ def select(need: Need, *, only: BackendInfo | None = None) -> Served:
 
 
 def refusal(need: Need, info: BackendInfo) -> str | None:
-    """Return why this backend cannot serve this layer; None if it can."""
+    """Returns why this backend cannot serve this layer; None if it can."""
     return (
         _refuse_formats(need)
         or _refuse_mode(need, info)
@@ -60,14 +60,14 @@ def refusal(need: Need, info: BackendInfo) -> str | None:
 
 
 def allow(need: Need, *, not_runnable: str) -> Served:
-    """Check a model that can only be planned against its formats' own limits, without a backend."""
+    """Checks the formats' own limits, without a backend, for a model that can only be planned."""
     reason = _refuse_formats(need)
     rejected = tuple(Rejected(info.name, reason or not_runnable) for info in BACKENDS)
     return Served(reason is None, None, rejected)
 
 
 def slow_layers(plan: KVPlan) -> tuple[str, ...]:
-    """Return why layers use the reference backend on a CPU, one line per reason."""
+    """Returns why layers use the reference backend on a CPU, one line per reason."""
     found: dict[str, list[int]] = {}
     for layer in plan.layers:
         if layer.backend == REFERENCE.name:
@@ -82,7 +82,7 @@ def slow_layers(plan: KVPlan) -> tuple[str, ...]:
 
 
 def rounded_layers(plan: KVPlan) -> tuple[str, ...]:
-    """Return which layers compute long prompts in fewer bits, one line per backend."""
+    """Returns which layers compute long prompts in fewer bits, one line per backend."""
     backends = [layer.backend for layer in plan.layers]
     return tuple(
         f"attention in {backends.count(info.name)} of {len(backends)} layers goes through {info.name}: "
@@ -94,7 +94,7 @@ def rounded_layers(plan: KVPlan) -> tuple[str, ...]:
 
 
 def by_name_only(need: Need, info: BackendInfo) -> str | None:
-    """Return why a backend that could serve is used only by name, or None."""
+    """Returns why a backend that could serve is used only by name, or None."""
     if info is REFERENCE and _is_gpu(need.device):
         return f"on a GPU it is chosen by name only: --attention-backend {info.name}"
     if info is FLASHINFER:
@@ -121,7 +121,7 @@ def _refuse_mode(need: Need, info: BackendInfo) -> str | None:
 
 
 def _refuse_wide(need: Need, info: BackendInfo) -> str | None:
-    """Why it cannot read the wide rows of the layer beside its own, or None."""
+    """Returns why a backend cannot read the layer's wide rows beside its other rows, or None."""
     wide = need.wide
     if wide is None:
         return None
@@ -133,7 +133,7 @@ def _refuse_wide(need: Need, info: BackendInfo) -> str | None:
 
 
 def _refuse_formats(need: Need) -> str | None:
-    """What a format excludes for every backend."""
+    """Returns why a format excludes every backend, or None."""
     k = need.k.format
     if need.layer.attention is Attention.MLA and k.bits < 8:
         return f"{k.name} on a latent: every head is computed from it, 4 bits are too few"
@@ -144,7 +144,7 @@ def _refuse_formats(need: Need) -> str | None:
 
 
 def device_encodings(device: DeviceFacts) -> dict[KVDtype, tuple[KVDtype, str]]:
-    """Return formats that a device stores in another encoding, with the phrase that says so."""
+    """Returns formats that a device stores in another encoding, with the phrase that says so."""
     if device.kind is DeviceKind.ROCM and device.arch == "gfx942":
         return {KVDtype.FP8_E4M3: (KVDtype.FP8_E4M3FNUZ, "gfx942 encodes e4m3 as e4m3fnuz")}
     return {}

@@ -36,13 +36,13 @@ _BOUND = np.float32(CLAMP)
 
 @njit(inline="always")
 def row_of(row: int) -> tuple[int, int, int]:
-    """The number of elements, and the addresses of the row in float32 and of its codes."""
+    """Returns the number of elements, and the addresses of the row in float32 and of its codes."""
     return load_i64(row + Row.HEAD_DIM), load_i64(row + Row.NUMBERS), load_i64(row + Row.CODES)
 
 
 @njit(inline="always")
 def clamped(x: Any, low: Any, high: Any) -> Any:
-    """NaN stays NaN."""
+    """Clamps x to low .. high; NaN stays NaN."""
     if x < low:
         x = low
     if x > high:
@@ -58,7 +58,7 @@ def bound_row(x: int, n: int) -> None:
 
 @njit(inline="always")
 def largest_of(x: int, n: int) -> Any:
-    """Largest magnitude; NaN if there is one (its bits are above every number's)."""
+    """Returns the largest magnitude; NaN if there is one (its bits exceed every number's)."""
     found = 0
     for i in range(n):
         found = max(found, bits_of(load_f32(x + 4 * i)) & 0x7FFFFFFF)
@@ -67,7 +67,7 @@ def largest_of(x: int, n: int) -> Any:
 
 @njit(inline="always")
 def row_scale(span: Any, steps: Any) -> Any:
-    """span / steps, at least the smallest normal; every NaN the one."""
+    """Returns span / steps, at least the smallest normal number; one canonical NaN for every NaN."""
     if span != span:
         return float_of(NAN_BITS)
     return max(span / steps, LEAST)
@@ -78,14 +78,14 @@ def _bits(x: float) -> int:
 
 
 def _float8_encoder(float8: Float8) -> Any:
-    """Function from float32 to the nearest code, ties to even, saturating; NaN is 0x7f."""
+    """Returns a function from float32 to the nearest code, ties to even, saturating; NaN is 0x7f."""
     mantissa, bias = float8.mantissa_bits, float8.bias
     shift = 23 - mantissa
     rest, offset = (1 << (shift - 1)) - 1, (127 - bias) << mantissa
     least, most = _bits(2.0 ** (1 - bias)), _bits(float8.max)
     most_code, nan = (most >> shift) - offset, float8.nan_code
-    # Below the smallest normal number steps are 2^(1 - bias - mantissa): those of the grid's numbers, so
-    # adding it rounds to them.
+    # Numbers below the smallest normal one are multiples of 2^(1 - bias - mantissa). This is also the step of
+    # float32 numbers near `grid`, so adding grid rounds to them.
     grid = np.float32(2.0 ** (1 - bias - mantissa + 23))
     grid_bits = _bits(grid)
 
@@ -108,7 +108,7 @@ e5m2_code = _float8_encoder(FLOAT8[Encoding.E5M2])
 
 @njit(inline="always")
 def store_half(x: Any, place: int) -> Any:
-    """Store x as float16, saturating; what it became. A zero is never negative."""
+    """Stores x as float16, saturating, never as -0; returns the stored value."""
     x = clamped(x, -LARGEST_HALF, LARGEST_HALF)
     store_f16(place, x)
     x = load_f16(place)
@@ -119,7 +119,7 @@ def store_half(x: Any, place: int) -> Any:
 
 @njit(inline="always")
 def pack_nibbles(x: int, n: int, codes: int) -> None:
-    """Integers 0..15 in float32, two a byte, even ones low."""
+    """Packs integers 0..15, stored as float32, two per byte, even ones in the low half."""
     for i in range(n // 2):
         low, high = int(load_f32(x + 8 * i)), int(load_f32(x + 8 * i + 4))
         store_u8(codes + i, low | (high << 4))
@@ -127,7 +127,7 @@ def pack_nibbles(x: int, n: int, codes: int) -> None:
 
 @njit(inline="always")
 def pack_threes(x: int, n: int, codes: int) -> None:
-    """Integers 0..7 in float32, eight in three bytes."""
+    """Packs integers 0..7, stored as float32, eight in three bytes."""
     for i in range(n // 8):
         word = 0
         for j in range(8):

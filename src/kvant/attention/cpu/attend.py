@@ -1,11 +1,11 @@
-"""Attention of one step over pages: split the work, distribute it to threads, join the parts.
+"""Attention of one step over pages: splits the work, distributes it to threads, joins the parts.
 
     queries of a sequence   tiles of up to QUERY_ROWS rows (a row: one query of one query head)
     its keys                splits with fixed ends, TILE keys at a time
 
-Every split has its own softmax; splits are joined in their order.
-Where a query tile is the sequence's only one, each split is an item of work, and the thread that finishes
-the last one joins them; else one item takes all splits in turn. The arithmetic is the same,
+Every split has its own softmax; splits are joined in order.
+If a sequence has one query tile only, each split is an item of work, and the thread that finishes
+last joins the splits; otherwise one item takes all splits in turn. The arithmetic is the same,
 and no boundary depends on other queries or on the number of threads. So a query's result has the
 same bits for any batch, chunk size or number of threads.
 """
@@ -69,7 +69,7 @@ WORTH_A_THREAD = 400_000
 
 
 def scratch_bytes(head_dim_k: int, head_dim_v: int, group: int) -> int:
-    """Scratch bytes per thread; the order is that of `_run_item`."""
+    """Returns scratch bytes per thread, in the order in which `_run_item` uses them."""
     rows = max(QUERY_ROWS, HEAD_ROWS, group)
     floats = (
         rows * head_dim_k  # queries
@@ -87,7 +87,7 @@ def scratch_bytes(head_dim_k: int, head_dim_v: int, group: int) -> int:
 
 @njit(inline="always")
 def _split_start(split: int) -> int:
-    """Return the first key of a split: 8 splits of 256, 12 of 512, 24 of 1024, then 2048 each."""
+    """Returns the first key of a split: 8 splits of 256, 12 of 512, 24 of 1024, then 2048 each."""
     if split <= 8:
         return 256 * split
     if split <= 20:
@@ -110,14 +110,17 @@ def _split_of(key: int) -> int:
 
 @njit(inline="always")
 def _first_seen(call: int, position: int) -> int:
-    """The first key that the query at a position reads."""
+    """Returns the first key that the query at a position reads."""
     window, floor = load_i64(call + Call.WINDOW), load_i64(call + Call.FLOOR)
     return floor if window == 0 else max(floor, position - window + 1)
 
 
 @njit(inline="always")
 def _end_seen(call: int, position: int, length: int) -> int:
-    """The end of the keys that it reads; not behind their beginning if it reads none."""
+    """Returns the end of the keys that the query at a position reads.
+
+    Not before their begin if it reads none.
+    """
     window, ceiling = load_i64(call + Call.WINDOW), load_i64(call + Call.CEILING)
     if ceiling:
         length = min(length, ceiling)
@@ -137,7 +140,7 @@ def _number(address: int, real: int) -> Any:
 
 @njit(error_model="numpy")
 def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
-    """Load one row of q as float32, multiplied with a score's constant factors; return its sum."""
+    """Loads one row of q as float32, times a score's constant factors; returns its sum."""
     head_dim, real = load_i64(call + Call.K_HEAD_DIM), load_i64(call + Call.Q_REAL)
     size = 4 if real != Real.FLOAT16 and real != Real.BFLOAT16 else 2
     start = load_i64(call + Call.Q) + token * load_i64(call + Call.Q_TOKEN_STRIDE)
@@ -160,7 +163,7 @@ def _load_query(call: int, token: int, head: int, kv_head: int, to: int) -> Any:
 
 @njit(inline="always")
 def _scale_bytes(scaling: int, blocks: int) -> int:
-    """Bytes of a row's scales in its page."""
+    """Returns the bytes of a row's scales in its page."""
     if scaling == Scaling.BLOCK:
         return blocks
     if scaling in (Scaling.ROW_HALF, Scaling.ROW_SHORT):
@@ -170,7 +173,7 @@ def _scale_bytes(scaling: int, blocks: int) -> int:
 
 @njit(error_model="numpy")
 def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int) -> None:
-    """Scale and offset of a tile's rows, which begin at planes + slots[t]: float32 [TILE] each."""
+    """Writes scale and offset of a tile's rows, which begin at planes + slots[t]: float32 [TILE] each."""
     if scaling == Scaling.ROW:
         for t in range(TILE):
             store_f32(scales + 4 * t, load_f32(planes + load_i64(slots + 8 * t)))
@@ -207,7 +210,7 @@ def _row_scales(planes: int, scaling: int, slots: int, scales: int, offsets: int
 def _block_scales(
     planes: int, slots: int, blocks: int, numbers: int, to: int, row: int, column: int
 ) -> None:
-    """Scales of a tile's blocks of 16 as float32; row t, block i to `to + row * t + column * i`."""
+    """Writes scales of a tile's blocks of 16 as float32; row t, block i to `to + row * t + column * i`."""
     for t in range(TILE):
         at = planes + load_i64(slots + 8 * t)
         for i in range(blocks):
@@ -216,7 +219,7 @@ def _block_scales(
 
 @njit(error_model="numpy")
 def _fold(into: int, part: int, head_dim: int) -> None:
-    """Add a split's part (largest score, sums) to the parts before it."""
+    """Adds a split's part (largest score, sums) to the parts before it."""
     largest = load_f32(part)
     if largest == _MINUS_INFINITY:
         return  # no query sees its keys
@@ -241,7 +244,7 @@ def _clear(part: int, head_dim: int) -> None:
 
 @njit(error_model="numpy")
 def _blend(row: int, out: int, state: int, largest: Any, total: Any, head_dim: int) -> None:
-    """Join a finished row with the one of other keys in `out`; into `row`, and into their state."""
+    """Joins a finished row with the row in `out`, computed from other keys, into `row`; updates the state."""
     before, sums = load_f32(state), load_f32(state + 4)
     if sums == _ZERO:
         kept, factor, both = _ZERO, _ONE, largest
@@ -260,7 +263,10 @@ def _blend(row: int, out: int, state: int, largest: Any, total: Any, head_dim: i
 
 @njit(error_model="numpy")
 def _finish(call: int, part: int, token: int, head: int, kv_head: int, row: int) -> None:
-    """Divide, undo rotation, and write one output row. row: scratch, float32 [head_dim]."""
+    """Divides by the sum of weights, undoes the rotation, and writes one output row.
+
+    row: scratch, float32 [head_dim].
+    """
     head_dim = load_i64(call + Call.V_HEAD_DIM)
     largest, total, offset = load_f32(part), load_f32(part + 4), load_f32(part + 8)
     factor = float_of(load_i64(call + Call.V_FACTOR))
@@ -520,7 +526,7 @@ def _run_item(call: int, item: int, scratch: int) -> None:
 
 
 def _work(call: int, _: int) -> None:
-    """Run on every thread: take items until none is left."""
+    """Runs on every thread: takes items until none is left."""
     ticket = fetch_add(call + Call.TICKET, 1)
     scratch = load_i64(call + Call.SCRATCH) + ticket * load_i64(call + Call.SCRATCH_STRIDE)
     count, items = load_i64(call + Call.NUM_ITEMS), load_i64(call + Call.ITEMS)
@@ -532,9 +538,9 @@ def _work(call: int, _: int) -> None:
 
 
 def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
-    """Split one step's work into items and run them; return the number of threads used.
+    """Splits one step's work into items and runs them; returns the number of threads used.
 
-    parallel: address of GOMP_parallel(function, data, threads, flags), or 0 to use this thread alone.
+    parallel: address of GOMP_parallel(function, data, threads, flags), or 0 to use this thread only.
     """
     lengths, offsets = load_i64(call + Call.SEQLENS_KV), load_i64(call + Call.CU_SEQLENS_Q)
     heads, group = load_i64(call + Call.KV_HEADS), load_i64(call + Call.GROUP)
@@ -621,10 +627,10 @@ def _attend(call: int, worker: int, parallel: int, threads: int) -> int:
 
 
 def worker_address() -> int:
-    """The compiled function that every thread runs."""
+    """Returns the address of the compiled function that every thread runs."""
     return compiled_worker(_work)
 
 
 def attend_function() -> Entry:
-    """`_attend`, compiled."""
+    """Returns `_attend`, compiled."""
     return compiled_entry(_attend)

@@ -29,7 +29,7 @@ _REAL = {
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """Facts of K or of V of one layer."""
+    """Facts about K or V of one layer."""
 
     format: Format
     planes: tuple[Tensor, ...]
@@ -49,7 +49,11 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Keys:
-    """Which keys one call reads, and with what it joins its result; see `Call`."""
+    """The keys that one call reads, and the result that it joins; fields as in `Call`.
+
+    floor, ceiling: first key and end of keys (0 for no end). lag: number of latest keys to leave out. state:
+    float32 [tokens, query heads, 2], for joining. folds: join with the result in `out` and `state`.
+    """
 
     floor: int = 0
     ceiling: int = 0
@@ -87,8 +91,8 @@ class Recorded:
 
 
 class CpuBackend:
-    """A query's result has the same bits in any step, however its prompt is cut and
-    on any number of threads (torch's: `torch.get_num_threads`): batch-invariant as it is.
+    """Attention on a CPU, always batch-invariant: a query's result has the same bits in any step, however its
+    prompt is cut, and on any number of threads (torch's: `torch.get_num_threads`).
 
     For one thread of Python at a time: memory for threads and blocks of arguments are reused.
     """
@@ -104,7 +108,7 @@ class CpuBackend:
         self._attend, self._attenders = attend.attend_function().call, attend.worker_address()
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        """Encodes k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         assert v is not None, "refuse() excludes latents"
         if cache.wide is not None:
             self.write(cache.wide, k, v, step.of(cache.wide_group))
@@ -125,9 +129,9 @@ class CpuBackend:
         self._write(address(layer.write_k), self._writers, self._parallel, threads)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+        """Attends with q [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v] in q's dtype.
 
-        Tokens that belong to no sequence, or to one without stored tokens, get zeros.
+        Tokens of no sequence, or of a sequence without stored tokens, get zeros.
         """
         if q.stride(-1) != 1:
             q = q.contiguous()
@@ -139,17 +143,17 @@ class CpuBackend:
     def _attend_both(
         self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, out: Tensor
     ) -> Tensor:
-        """`attend` for a layer with wide rows: a call for each form, joined in out, which is float32."""
+        """Implements `attend` for a layer with wide rows: one call per form, joined in float32 out."""
         assert cache.wide is not None
         assert cache.spec.wide is not None
         sink, recent = cache.spec.wide.sink, cache.spec.wide.recent
-        state = torch.zeros(*out.shape[:2], 2)  # nothing seen
+        state = torch.zeros(*out.shape[:2], 2)  # no keys so far
         bare = replace(params, sinks=None)
         keys = _Keys(floor=sink, lag=recent, state=state)
         self._attend_one(cache, q, step, bare, out, keys)
         wide, keys = step.of(cache.wide_group), replace(keys, lag=0, folds=True)
         if sink:
-            # Attention sinks are added once, where every query has keys.
+            # Attention sinks are added once, by the call in which every query has keys.
             self._attend_one(cache.wide, q, wide, params, out, replace(keys, floor=0, ceiling=sink))
             params = bare
         return self._attend_one(cache.wide, q, wide, replace(params, window=recent), out, keys)
@@ -163,7 +167,7 @@ class CpuBackend:
         out: Tensor,
         keys: _Keys,
     ) -> Tensor:
-        """Attend over some keys of one form. Returns out [T, num_q_heads, head_dim_v]."""
+        """Attends over some keys of one form. Returns out [T, num_q_heads, head_dim_v]."""
         call = self._layer(cache).call
         call[Call.FLOOR // 8], call[Call.CEILING // 8] = keys.floor, keys.ceiling
         call[Call.LAG // 8], call[Call.FOLD // 8] = keys.lag, keys.folds
@@ -195,9 +199,9 @@ class CpuBackend:
         params: AttentionParams,
         scratch: Tensor,
     ) -> Recorded:
-        """Record calls whose q [T, num_q_heads, head_dim_k], k, v [T, num_kv_heads, head_dim] and out
-        [T, num_q_heads, head_dim_v] are in the same memory every time.
+        """Records calls whose tensors are in the same memory every time.
 
+        q: [T, num_q_heads, head_dim_k]. k, v: [T, num_kv_heads, head_dim]. out: [T, num_q_heads, head_dim_v].
         scratch: uint8 [threads, at least `scratch_bytes`], which calls may share.
         """
         layer = self._make(cache)
@@ -218,13 +222,13 @@ class CpuBackend:
         )
 
     def _room(self, num_bytes: int) -> int:
-        """Return the address of scratch memory of at least this size, aligned to a cache line."""
+        """Returns the address of scratch memory of at least this size, aligned to a cache line."""
         if self._scratch.numel() < num_bytes + 64:
             self._scratch = torch.empty(num_bytes + 64, dtype=torch.uint8)
         return _aligned(self._scratch.data_ptr())
 
     def _layer(self, cache: LayerCache) -> _Layer:
-        """Return the layer's blocks; the first call compiles or loads its formats' kernels."""
+        """Returns the layer's blocks; the first call compiles or loads its formats' kernels."""
         found = self._layers.get(id(cache))
         if found is None:
             found = self._layers[id(cache)] = self._make(cache)
@@ -283,12 +287,12 @@ class CpuBackend:
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """Build the backend for the engine; it is always batch-invariant."""
+    """Builds the backend for the engine; it is always batch-invariant."""
     return CpuBackend()
 
 
 def entries() -> tuple[int, int, int, int]:
-    """Addresses of the compiled writer, its worker, the compiled reader and its worker.
+    """Returns the addresses of the compiled writer, its worker, the compiled reader and its worker.
 
     Writer and reader are called as int64(block, worker, parallel, threads); see `Recorded`.
     """
@@ -301,7 +305,7 @@ def entries() -> tuple[int, int, int, int]:
 
 
 def scratch_bytes(cache: LayerCache) -> int:
-    """Scratch bytes per thread for this layer, with room for alignment to a cache line."""
+    """Returns scratch bytes per thread for this layer, with room for alignment to a cache line."""
     g = cache.spec.geometry
     rows = _aligned(write.scratch_bytes(max(g.head_dim_k, g.head_dim_v)))
     return max(rows, _attend_bytes(cache)) + _aligned(1)
@@ -331,7 +335,7 @@ def _set_queries(call: Block, q: Tensor, out: Tensor) -> None:
 
 
 def _set_params(call: Block, params: AttentionParams) -> Tensor | None:
-    """Set the parameters in the block; return the sinks, which the caller must keep alive."""
+    """Sets the parameters in the block; returns the sinks, which the caller must keep alive."""
     sinks = None if params.sinks is None else params.sinks.float().contiguous()
     call[Call.SCALE // 8] = float_bits(params.scale)
     call[Call.SOFTCAP // 8] = float_bits(params.softcap)

@@ -1,4 +1,7 @@
-"""Codes as float32 lanes: what several encodings share. See `kvant.attention.cpu.format.Codes`."""
+"""Decoders from codes to float32 lanes that several encodings share.
+
+See `kvant.attention.cpu.format.Codes`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def wide(
     *,
     marks_nan: bool = False,
 ) -> Codes:
-    """Codes of 8 bits and more. unpack(b, words): numbers of one word of 16 rows.
+    """Returns the decoder for codes of 8 bits and more. unpack(b, words): numbers of one word of 16 rows.
 
     vector(b, address): 16 neighbouring numbers of a row.
     """
@@ -53,8 +56,9 @@ def wide(
 
 @cache
 def packed(bits: int, table: tuple[float, ...] | None = None, *, in_blocks: bool = False) -> Codes:
-    """Codes of 2 to 4 bits. table: the number that each code means, repeated to 8 or 16; without one, the
-    code itself.
+    """Returns the decoder for codes of 2 to 4 bits.
+
+    table: each code's number, repeated to 8 or 16 entries; None if a code is its number.
     """
 
     def number(context: Any, b: Any, index: Any) -> Any:
@@ -82,7 +86,7 @@ def packed(bits: int, table: tuple[float, ...] | None = None, *, in_blocks: bool
         return [number(context, b, shuffle(b, low, high, list(range(16))))]
 
     def threes(context: Any, b: Any, address: Any, vectors: int) -> list[Any]:
-        """16 numbers lie in 6 bytes, 32 in 12."""
+        """Reads 6 bytes for 16 numbers, 12 for 32."""
         if vectors == 2:
             units = load(b, ir.VectorType(I32, 3), address)
         else:
@@ -102,7 +106,7 @@ def packed(bits: int, table: tuple[float, ...] | None = None, *, in_blocks: bool
         return found
 
     def fours(context: Any, b: Any, address: Any, vectors: int) -> list[Any]:
-        """16 numbers lie in 4 bytes."""
+        """Reads 4 bytes for 16 numbers."""
         amounts = ir.Constant(WORDS, [2 * lane for lane in range(LANES)])
         found = []
         for v in range(vectors):
@@ -116,11 +120,11 @@ def packed(bits: int, table: tuple[float, ...] | None = None, *, in_blocks: bool
         return Codes(4, unpack, nibbles, in_blocks=in_blocks)
     return Codes(
         3, unpack, threes, group=3, in_blocks=in_blocks
-    )  # only every third word ends with a code
+    )  # a code ends at the end of every third word only
 
 
 def unpack_bytes(b: Any, x: Any) -> list[Any]:
-    """The four bytes of WORDS, each in the upper half of SHORTS."""
+    """Returns the four bytes of WORDS, each in the upper half of SHORTS."""
     low, high = b.trunc(x, SHORTS), b.trunc(b.lshr(x, words(16)), SHORTS)
     top = every(SHORTS, 8)
     bytes_ = [b.shl(low, top), low, b.shl(high, top), high]
@@ -129,15 +133,15 @@ def unpack_bytes(b: Any, x: Any) -> list[Any]:
 
 
 def load_bytes(b: Any, address: Any) -> Any:
-    """16 bytes of a row, each in the upper half of SHORTS."""
+    """Loads 16 bytes of a row, each into the upper half of SHORTS."""
     stored = load(b, ir.VectorType(I8, LANES), address)
     return b.shl(b.zext(stored, SHORTS), every(SHORTS, 8))
 
 
 def _e4m3(b: Any, shifted: Any) -> Any:
-    """e4m3 in the upper byte of SHORTS: float16 with the exponent 8 too small; subnormals too.
+    """Decodes e4m3 in the upper byte of SHORTS to float16 with the exponent 8 too small, subnormals too.
 
-    NaN (all bits but the sign) becomes NaN.
+    NaN (all bits set, except the sign) becomes NaN.
     """
     half = b.and_(b.ashr(shifted, every(SHORTS, 1)), every(SHORTS, 0xBF80 - (1 << 16)))
     is_nan = b.icmp_unsigned("==", b.and_(half, _HALF), every(SHORTS, 0x3F80))
@@ -152,11 +156,11 @@ E4M3 = wide(
     marks_nan=True,
 )
 E4M3_FACTOR = 2.0**8
-"""What a decoded number of `E4M3` must be multiplied with: its exponent is read as a float16's."""
+"""Factor on decoded numbers of `E4M3`, whose exponent is read as a float16's."""
 
 
 def block_scales(b: Any, address: Any, vectors: int) -> Any:
-    """Scales of a chunk's one or two blocks of 16, in the order of 4-bit lanes of `Codes.chunk`."""
+    """Loads scales of a chunk's one or two blocks of 16, in the order of 4-bit lanes of `Codes.chunk`."""
     first = splat(b, load(b, F32, address, 4))
     if vectors == 1:
         return first
@@ -165,7 +169,7 @@ def block_scales(b: Any, address: Any, vectors: int) -> Any:
 
 
 def nan_rows(b: Any, x: Any) -> Any:
-    """WORDS of e4m3 codes, lanes rows: not 0 where a row has NaN."""
+    """Returns WORDS, one lane per row, not 0 where the row of e4m3 codes has NaN."""
     kind = ir.VectorType(I8, 4 * LANES)
     signs = b.or_(b.bitcast(x, kind), every(kind, -128))
     hit = b.icmp_unsigned("==", signs, every(kind, -1))

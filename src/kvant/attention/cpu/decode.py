@@ -1,6 +1,6 @@
 """The two kernels of an encoding: scores of a tile of keys, and weighted sums of a tile of values.
 
-The first layer that needs an encoding compiles its kernels, once for every head size; they are kept on disk.
+The first layer that needs an encoding compiles its kernels, once for all head sizes; they are cached on disk.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvant.kernels.cpu.compiled import compiled
 from kvant.kernels.cpu.vector import load_i64
 
 FEW_ROWS = 12
-"""Up to this many rows, codes are unpacked again for every 6 rows; with more rows, once into float32."""
+"""Maximum number of rows for which codes are unpacked per 6 rows; for more rows, once into float32."""
 _PITCH = 4 * TILE
 
 
 @cache
 def row_kernel(write: Callable[[int, int], None]) -> Any:
-    """void(row, _): stores one row; see `format.Kernels.write`."""
+    """Compiles void(row, _), which stores one row; see `format.Kernels.write`."""
     return compiled(write)
 
 
 @cache
 def key_kernel(number: int) -> Any:
-    """void(tile, _): tile's scores = q . keys, block scales applied, row scales not."""
+    """Compiles void(tile, _): the tile's scores = q . keys, with block scales and without row scales."""
     group = codes_of(number).group
 
     def keys(tile: int, _: int) -> None:
@@ -78,7 +78,7 @@ def key_kernel(number: int) -> Any:
 
 @cache
 def value_kernel(number: int) -> Any:
-    """void(tile, _): tile's sums += weights . values, block scales applied, row scales not."""
+    """Compiles void(tile, _): the tile's sums += weights . values, with block scales, without row scales."""
     bits = codes_of(number).bits
 
     def values(tile: int, _: int) -> None:

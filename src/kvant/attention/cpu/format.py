@@ -18,13 +18,13 @@ from kvant.kv.format import Encoding, Granularity, KVFormat, Rotation, ScalePlac
 class Codes:
     """How one encoding becomes float32 lanes: functions that emit LLVM instructions.
 
-    unpack(context, b, words): `group` words of 16 rows, one row per lane, to the FLOATS of the numbers in
-        them, in order. For keys: 16 keys of one dimension at a time, so that dot products need no sum over
+    unpack(context, b, words): decodes `group` words of 16 rows, one row per lane, into FLOATS of their
+        numbers, in order. For keys: 16 keys of one dimension at a time, so dot products need no sum over
         lanes. Scales are not applied.
-    chunk(context, b, address, vectors): 16 or 32 (vectors 1 or 2) neighbouring numbers of one row. For
-        values. 32 numbers of 4 bits come with the even ones before the odd ones.
-    group: words that are unpacked together. marks_nan: whether a code means NaN, as in e4m3, without the
-        row's scale being NaN. in_blocks: whether numbers are multiplied with scales of blocks of 16.
+    chunk(context, b, address, vectors): decodes 16 or 32 (vectors 1 or 2) neighbouring numbers of one
+        row. For values. For 4 bits, the even ones of 32 numbers come first.
+    group: words that are unpacked together. marks_nan: a code can be NaN, as in e4m3, without the row's
+        scale being NaN. in_blocks: numbers are multiplied by scales of blocks of 16.
     """
 
     bits: int
@@ -50,9 +50,9 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format as kernels take it; see `Kernels`.
+    """A format as kernels take it; other fields as in `Kernels`.
 
-    number: of its encoding, a part of what is compiled: see `codes_of`. rotated: rows are stored rotated.
+    number: identifies the encoding in compiled code; see `codes_of`. rotated: rows are stored rotated.
     """
 
     number: int
@@ -72,7 +72,7 @@ _ENCODINGS = tuple(Encoding)
 
 @cache
 def format_of(dtype: KVDtype) -> Format:
-    """The format as kernels take it; its file is imported on first use."""
+    """Returns the format for kernels; its file is imported on first use."""
     declared = dtype.format
     name = f"kvant.attention.cpu.formats.{declared.codec}"
     given = cast(_FormatModule, import_module(name)).kernels(declared)
@@ -88,7 +88,7 @@ def format_of(dtype: KVDtype) -> Format:
 
 @cache
 def codes_of(number: int) -> Codes:
-    """The codes of an encoding by its number; compile-time arguments of numba are numbers."""
+    """Returns the codes of an encoding by its number, since compile-time arguments of numba are numbers."""
     encoding = _ENCODINGS[number]
     return next(format_of(dtype).codes for dtype in SERVED if dtype.format.encoding is encoding)
 

@@ -15,7 +15,7 @@ _LANES = 16
 
 
 def refuse(need: Need) -> str | None:
-    """Return why the CPU kernels cannot serve this layer, or None.
+    """Returns why the CPU kernels cannot serve this layer, or None.
 
     They serve every pair of formats except encodings of other devices, and head sizes that are multiples of
     16 up to 512.
@@ -43,7 +43,7 @@ def refuse(need: Need) -> str | None:
 
 
 def refuse_host(device: DeviceFacts) -> str | None:
-    """Return why kernels that numba compiles do not run on this CPU, or None."""
+    """Returns why kernels that numba compiles do not run on this CPU, or None."""
     if not device.has_avx2:
         return "its kernels need a CPU with AVX2"
     if importlib.util.find_spec("numba") is None:

@@ -60,7 +60,7 @@ def _literal(given: Any) -> int:
 
 
 def _accumulators(b: Any, rows: int, vectors: int) -> list[list[Any]]:
-    """Accumulators in registers: LLVM keeps values that are only loaded and stored here out of memory."""
+    """Allocates accumulators that LLVM keeps in registers, because the code only loads and stores them."""
     return [[cgutils.alloca_once(b, FLOATS) for _ in range(vectors)] for _ in range(rows)]
 
 
@@ -69,7 +69,7 @@ def _row(b: Any, base: Any, pitch: Any, row: Any) -> Any:
 
 
 def _in_blocks(b: Any, rows: Any, sizes: tuple[int, ...], body: Callable[[int, Any], None]) -> None:
-    """Emit body(size, first row) for blocks of rows, the largest first; the last size is 1."""
+    """Emits body(size, first row) for blocks of rows, the largest first; the last size is 1."""
     first = i64(0)
     for size in sizes:
         count = b.sdiv(b.sub(rows, first), i64(size))
@@ -83,10 +83,10 @@ def key_words(
     typing: Any, width: Any, code: Any, base: Any, slots: Any, offset: Any, count: Any, out: Any,
     nans: Any,
 ) -> Any:  # fmt: skip
-    """Words offset / 4 .. of 16 rows, transposed: width (4, 8, 16) of them, or `count` if that is 4.
+    """Transposes words offset / 4 .. of 16 rows: width (4, 8, 16) words, or `count` words if width is 4.
 
-    slots: address of int64; row i begins at base + slots[i]. out: words [..][TILE]. nans: WORDS, made
-    other than 0 where an e4m3 row has NaN. Prefetches the rows 64 further on.
+    slots: address of int64; row i begins at base + slots[i]. out: words [..][TILE]. nans: WORDS, set to
+    a value other than 0 where an e4m3 row has NaN. Prefetches the rows 64 further on.
     """
     n, kind = _literal(width), codes_of(_literal(code))
     signature = types.void(width, code, *[types.int64] * 6)
@@ -118,7 +118,7 @@ def key_words(
 def _unpacked(
     context: Any, b: Any, code: Codes, words_: Any, group: Any, scales: Any
 ) -> list[list[Any]]:
-    """The numbers of one group of words for each of the tile's vectors, block scales applied."""
+    """Decodes one group of words for each of the tile's vectors, with block scales."""
     size = code.group
     start = b.add(words_, b.mul(group, i64(_PITCH * size)))
     found = []
@@ -139,7 +139,7 @@ def score_keys(
     typing: Any, code: Any, rows: Any, q: Any, pitch: Any, words_: Any, groups: Any, scales: Any,
     out: Any,
 ) -> Any:  # fmt: skip
-    """out[r][TILE] = q[r] . keys, for `rows` rows. pitch: bytes between rows of q."""
+    """Writes out[r][TILE] = q[r] . keys, for `rows` rows. pitch: bytes between rows of q."""
     kind = codes_of(_literal(code))
     signature = types.void(code, *[types.int64] * 7)
 
@@ -175,7 +175,7 @@ def score_keys(
 
 @intrinsic(prefer_literal=True)
 def expand_keys(typing: Any, code: Any, words_: Any, groups: Any, scales: Any, out: Any) -> Any:
-    """The tile's keys in float32: out [head_dim][TILE]."""
+    """Decodes the tile's keys to float32: out [head_dim][TILE]."""
     kind = codes_of(_literal(code))
     signature = types.void(code, *[types.int64] * 4)
 
@@ -195,7 +195,7 @@ def expand_keys(typing: Any, code: Any, words_: Any, groups: Any, scales: Any, o
 def _values(
     context: Any, b: Any, code: Codes, address: Any, vectors: int, scales: Any
 ) -> list[Any]:
-    """`vectors` FLOATS of one row of values; scales: address of the block scales from here on."""
+    """Decodes `vectors` FLOATS of one row of values; scales: address of the block scales from here on."""
     at_once = min(vectors, 2)
     found: list[Any] = []
     for start in range(0, vectors, at_once):
@@ -213,7 +213,7 @@ def weigh_values(
     typing: Any, code: Any, vectors: Any, rows: Any, weights: Any, base: Any, slots: Any,
     scales: Any, scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
-    """out[r][16 * vectors] += weights[r][TILE] . values. pitch: bytes between rows of out."""
+    """Adds weights[r][TILE] . values to out[r][16 * vectors]. pitch: bytes between rows of out."""
     kind, m = codes_of(_literal(code)), _literal(vectors)
     signature = types.void(code, vectors, *[types.int64] * 8)
 
@@ -256,7 +256,7 @@ def expand_values(
     typing: Any, code: Any, vectors: Any, base: Any, slots: Any, scales: Any,
     scales_pitch: Any, out: Any, pitch: Any,
 ) -> Any:  # fmt: skip
-    """Part of the tile's values in float32: out[t][16 * vectors]."""
+    """Decodes part of the tile's values to float32: out[t][16 * vectors]."""
     kind, m = codes_of(_literal(code)), _literal(vectors)
     signature = types.void(code, vectors, *[types.int64] * 6)
 
@@ -279,7 +279,7 @@ def multiply(
     typing: Any, vectors: Any, adds: Any, rows: Any, a: Any, a_pitch: Any, b_: Any, b_pitch: Any,
     c: Any, c_pitch: Any, depth: Any,
 ) -> Any:  # fmt: skip
-    """c[r][16 * vectors] = a[r][depth] b[depth][..], added to c where `adds`. Pitches in bytes."""
+    """Writes c[r][16 * vectors] = a[r][depth] b[depth][..], or adds it to c if `adds`. Pitches in bytes."""
     m, is_sum = _literal(vectors), bool(_literal(adds))
     signature = types.void(vectors, adds, *[types.int64] * 8)
 
@@ -326,7 +326,7 @@ def _tanh(b: Any, x: Any) -> Any:
 
 
 def _reduce(b: Any, kind: str, first: float, x: Any) -> Any:
-    """A fixed tree over the lanes."""
+    """Reduces over the lanes in a fixed tree."""
     width = LANES // 2
     while width:
         half = b.shuffle_vector(
@@ -341,9 +341,9 @@ def _reduce(b: Any, kind: str, first: float, x: Any) -> Any:
 def mask_scores(
     typing: Any, scores: Any, scale: Any, offset: Any, q_sum: Any, cap: Any, first: Any, end: Any
 ) -> Any:
-    """scores[TILE] = scale * scores + offset * q_sum, capped, -inf outside [first, end); the largest.
+    """Writes scores[TILE] = scale * scores + offset * q_sum, capped; returns the largest.
 
-    scale, offset: addresses of [TILE]. cap: 0 for none.
+    Scores outside [first, end) become -inf. scale, offset: addresses of [TILE]. cap: 0 for none.
     """
     signature = types.float32(
         types.int64,
@@ -386,7 +386,7 @@ def mask_scores(
 
 @intrinsic
 def weights_of(typing: Any, scores: Any, largest: Any, scale: Any, offset: Any, sums: Any) -> Any:
-    """scores[TILE] = p * scale with p = e^(scores - largest); sums += (sum p, sum p * offset)."""
+    """Writes scores[TILE] = p * scale with p = e^(scores - largest); sums += (sum p, sum p * offset)."""
     signature = types.void(types.int64, types.float32, types.int64, types.int64, types.int64)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -413,7 +413,7 @@ def weights_of(typing: Any, scores: Any, largest: Any, scale: Any, offset: Any, 
 
 @intrinsic
 def exp_of(typing: Any, x: Any) -> Any:
-    """e^x of one number x <= 0, the same bits as in a lane."""
+    """Returns e^x of one number x <= 0, with the same bits as in a lane."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         return b.extract_element(exp_lanes(b, splat(b, arguments[0])), ir.Constant(I32, 0))
@@ -423,7 +423,7 @@ def exp_of(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def blend_rows(typing: Any, into: Any, kept: Any, other: Any, factor: Any, count: Any) -> Any:
-    """into[count] = into * kept + other * factor; count a multiple of 16."""
+    """Writes into[count] = into * kept + other * factor; count is a multiple of 16."""
     signature = types.void(types.int64, types.float32, types.int64, types.float32, types.int64)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -441,7 +441,7 @@ def blend_rows(typing: Any, into: Any, kept: Any, other: Any, factor: Any, count
 
 @intrinsic
 def scale_row(typing: Any, x: Any, factor: Any, count: Any) -> Any:
-    """x[count] *= factor; count a multiple of 16."""
+    """Multiplies x[count] by factor; count is a multiple of 16."""
     signature = types.void(types.int64, types.float32, types.int64)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:

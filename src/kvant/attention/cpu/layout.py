@@ -9,7 +9,7 @@ from kvant.kernels.cpu.fields import LINE, Fields, plain
 
 @plain
 class Tile(Fields):
-    """One tile of keys or values of one KV head, for `decode`. Addresses, and sizes in bytes."""
+    """One tile of keys or values of one KV head, for kernels of `decode`. Addresses, and sizes in bytes."""
 
     BASE = auto()  # first row of this KV head
     SLOTS = auto()  # int64 [2 * TILE], where rows begin, from BASE: this tile's and the next one's
@@ -53,9 +53,9 @@ class Real(IntEnum):
 class Call(Fields):
     """One call of `attend`. Addresses, counts, and float32 values as their bits."""
 
-    # distributed while running, each on its own cache line
+    # changed while running, each on a separate cache line
     NEXT = auto()
-    TEAM = auto()  # of threads, where this runs inside of one: see `kvant.models.cpu.team`
+    TEAM = auto()  # of threads, if this runs inside one: see `kvant.models.cpu.team`
     TICKET = LINE
     # the step
     NUM_SEQS = 2 * LINE
@@ -75,12 +75,12 @@ class Call(Fields):
     SOFTCAP = auto()
     WINDOW = auto()
     SINKS = auto()
-    # keys that are read: where a row has two forms, each is read by a call of its own
-    FLOOR = auto()  # the first one
-    CEILING = auto()  # their end, 0 for none
-    LAG = auto()  # latest keys of a query that are not
+    # the keys to read; if rows have two forms, one call reads each form
+    FLOOR = auto()  # the first key
+    CEILING = auto()  # the end of keys, 0 for none
+    LAG = auto()  # number of a query's latest keys to leave out
     STATE = auto()  # float32 [tokens, query heads, 2]: largest score, sum of weights; or 0
-    FOLD = auto()  # whether to join the result with what OUT and STATE have
+    FOLD = auto()  # whether to join the result with the one in OUT and STATE
     # the layer
     PAGE_SIZE = auto()
     PAGE_STRIDE = auto()  # bytes from a page to the next one
@@ -108,7 +108,7 @@ class Call(Fields):
     V_KERNEL = auto()
     V_HALVES = auto()  # whether the value kernel gives even numbers before odd ones
     E4M3 = auto()  # float32 [256]
-    # the work, made by `attend`
+    # the items of work, which `attend` makes
     SCRATCH = auto()
     SCRATCH_STRIDE = auto()
     PARTS = auto()
@@ -120,9 +120,9 @@ class Call(Fields):
 
 @plain
 class Write(Fields):
-    """Rows of K or of V to be written. Addresses, counts, and strides in bytes."""
+    """Rows of K or of V to write. Addresses, counts, and strides in bytes."""
 
-    NEXT = auto()  # dealt out while running
+    NEXT = auto()  # next token, advanced while running
     TEAM = auto()  # as in Call
     TICKET = auto()
     X = auto()
@@ -137,7 +137,7 @@ class Write(Fields):
     TOKENS = auto()
     CODES = auto()
     ROW_BYTES = auto()
-    SCALES = auto()  # 0 where the format has none in its pages
+    SCALES = auto()  # 0 if the format has none in its pages
     SCALE_BYTES = auto()  # of a row
     OUTER = auto()  # float32 [OUTERS], or 0
     OUTERS = auto()
@@ -145,18 +145,18 @@ class Write(Fields):
     KERNEL = auto()
     SCRATCH = auto()
     SCRATCH_STRIDE = auto()
-    OTHER = auto()  # the task of V in that of K, else 0
+    OTHER = auto()  # in the task of K, the task of V; else 0
     END = auto()
 
 
 @plain
 class Row(Fields):
-    """One row, for a writer kernel."""
+    """One row, for a kernel that writes it."""
 
-    X = auto()  # as it was given
+    X = auto()  # in its own dtype
     REAL = auto()
     HEAD_DIM = auto()
-    NUMBERS = auto()  # the same in float32; the kernel may change it
+    NUMBERS = auto()  # in float32; the kernel may change it
     CODES = auto()
     SCALES = auto()
     OUTER = auto()  # float32 bits of a scale, or the address of a matrix
@@ -175,8 +175,8 @@ class Item(Fields):
     END_HEAD = auto()
     FIRST_SPLIT = auto()
     END_SPLIT = auto()
-    ALL_FIRST = auto()  # the splits of all items of the same queries
+    ALL_FIRST = auto()  # the splits of all items of these queries
     ALL_END = auto()
-    PART = auto()  # where this group's parts begin, in rows of PARTS
+    PART = auto()  # first part of this group, in rows of PARTS
     COUNTER = auto()  # finished items of this group
     END = auto()

@@ -9,7 +9,7 @@ from kvant.kernels.cpu.vector import load_f32, store_f32
 
 @njit
 def rotate_in_place(row: int, n: int) -> None:
-    """Float32 row [n] at an address, times H in every block; not divided by the block length."""
+    """Multiplies a float32 row [n] at an address by H in every block; does not divide by the block length."""
     block = n & -n
     step = 1
     while step < block:

@@ -1,4 +1,4 @@
-"""Write the rows of one step to their slots: K and V in one call, distributed to threads."""
+"""Writes the rows of one step to their slots: K and V in one call, distributed to threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_SCALE = 0x3F800000  # 1.0
 
 
 def scratch_bytes(head_dim: int) -> int:
-    """Scratch bytes per thread: a row, and twice as much for kernels."""
+    """Returns scratch bytes per thread: for a row, and twice as much for kernels."""
     return int(Row.END) + 12 * head_dim + 64
 
 
@@ -46,7 +46,7 @@ def _widen(start: int, real: int, n: int, to: int) -> None:
 
 @njit(error_model="numpy")
 def _token(task: int, token: int, row: int) -> None:
-    """Write the rows of one token."""
+    """Writes the rows of one token."""
     slot = load_i64(load_i64(task + Write.SLOTS) + 8 * token)
     if slot < 0:
         return
@@ -80,7 +80,7 @@ def _token(task: int, token: int, row: int) -> None:
         scales = load_i64(task + Write.SCALES) + page + place * load_i64(task + Write.SCALE_BYTES)
         store_i64(row + Row.SCALES, scales)
         outers = load_i64(task + Write.OUTERS)
-        if outers < 0:  # matrices, of which the kernel gets the address of one head's
+        if outers < 0:  # matrices: the kernel gets the address of the head's matrix
             store_i64(row + Row.OUTER, outer - 4 * head * outers if outer else 0)
         elif outer:
             store_i64(row + Row.OUTER, bits_of(load_f32(outer + 4 * (head if outers > 1 else 0))))
@@ -90,7 +90,7 @@ def _token(task: int, token: int, row: int) -> None:
 
 
 def _work(task: int, _: int) -> None:
-    """Run on every thread: take tokens until none is left."""
+    """Runs on every thread: takes tokens until none is left."""
     ticket = fetch_add(task + Write.TICKET, 1)
     row = load_i64(task + Write.SCRATCH) + ticket * load_i64(task + Write.SCRATCH_STRIDE)
     tokens, other = load_i64(task + Write.TOKENS), load_i64(task + Write.OTHER)
@@ -104,7 +104,7 @@ def _work(task: int, _: int) -> None:
 
 
 def _write(task: int, worker: int, parallel: int, threads: int) -> int:
-    """Write K (task) and V (its OTHER); return the number of threads used."""
+    """Writes K (task) and V (its OTHER); returns the number of threads used."""
     store_i64(task + Write.NEXT, 0)
     store_i64(task + Write.TICKET, 0)
     if threads == 1 or parallel == 0 or load_i64(task + Write.TOKENS) < WORTH_A_THREAD:
@@ -115,10 +115,10 @@ def _write(task: int, worker: int, parallel: int, threads: int) -> int:
 
 
 def worker_address() -> int:
-    """The compiled function that every thread runs."""
+    """Returns the address of the compiled function that every thread runs."""
     return compiled_worker(_work)
 
 
 def write_function() -> Entry:
-    """`_write`, compiled."""
+    """Returns `_write`, compiled."""
     return compiled_entry(_write)

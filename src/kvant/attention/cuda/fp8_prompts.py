@@ -28,9 +28,9 @@ GROUPS = 3
 ROWS = 64 * GROUPS
 THREADS = 128 * GROUPS
 STAGES = 5
-"""Tiles in shared memory at once."""
+"""Number of tiles in shared memory."""
 AT_ONCE = 32768
-"""Most keys that one launch lays out, unless they belong to one sequence."""
+"""Maximum number of keys that one launch lays out, unless they belong to one sequence."""
 
 SOURCES = ("hopper.cuh", "fp8_prompts.cu")
 
@@ -42,7 +42,7 @@ _ATTEND = (
 
 
 def stage_bytes(k: KVDtype, v: KVDtype, head: int) -> int:
-    """Bytes of a tile of keys and values, in memory and in shared memory."""
+    """Returns the bytes of a tile of keys and values, in memory and in shared memory."""
     a, b = (side.format.scale_place is ScalePlace.PLANE for side in (k, v))
     used = TILE * 128 + head * TILE + 4 * TILE * (a + b) + (16 if b else 0)
     return -(-used // 1024) * 1024
@@ -52,7 +52,7 @@ def stage_bytes(k: KVDtype, v: KVDtype, head: int) -> int:
 def _kernels(
     k: KVDtype, v: KVDtype, head: int, heads: int, group: int, page_size: int, dtype: torch.dtype
 ) -> tuple[Kernel, Kernel]:
-    """The kernel that lays codes out in tiles, and the kernel that multiplies them."""
+    """Returns the kernel that lays codes out in tiles, and the kernel that multiplies them."""
     a, b = k.format, v.format
     defines = {
         "HEAD": head, "HEADS": heads, "GROUP": group, "PAGE": page_size, "STAGES": STAGES, "GROUPS": GROUPS,
@@ -72,7 +72,7 @@ def _kernels(
 def attend_long(
     cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
 ) -> None:
-    """Attend to the queries of `step.long`; other rows of `out` stay as they are.
+    """Attends to the queries of `step.long`; other rows of `out` keep their values.
 
     q, out: [T, num_q_heads, head_dim], float16 or bfloat16, on the device of the pages.
     """

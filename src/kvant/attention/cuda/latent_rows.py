@@ -1,6 +1,6 @@
 """Launches `latent_rows.cu`: attention to latents (MLA) that are stored in 8 bits, on Hopper.
 
-With few heads, Triton's kernel spends its time between loads: it copies a tile only when the one before is
+With few heads, Triton's kernel waits for loads: it copies a tile only after the previous one is
 multiplied, and every warp reads all queries again. Here each warp keeps a quarter of the queries' columns.
 """
 
@@ -22,7 +22,7 @@ from kvant.kv.pool import LayerCache
 LATENT, WIDTH = 512, 576
 """Numbers of a latent, and of a stored row: the latent and its rotary part."""
 SHAPE = Shape(rows=16, tile=64, warps=4, stages=2, programs=2)
-"""How a launch is cut; stages: tiles in shared memory."""
+"""The launch's tile sizes; stages: tiles in shared memory."""
 SERVED = frozenset(
     {
         KVDtype.FP8_E4M3,
@@ -40,7 +40,7 @@ _ARGUMENTS = (
 
 
 def serves(cache: LayerCache, dtype: torch.dtype) -> bool:
-    """True if this kernel serves the layer of latents on this device. dtype: of the queries."""
+    """Whether this kernel serves the layer of latents on this device. dtype: of the queries."""
     g = cache.spec.geometry
     assert cache.spec.k is not None
     return (
@@ -52,13 +52,13 @@ def serves(cache: LayerCache, dtype: torch.dtype) -> bool:
 
 
 def sources(dtype: KVDtype) -> tuple[str, ...]:
-    """Source files of the kernel, in the order in which they are concatenated."""
+    """Returns the kernel's source files, in the order in which they are concatenated."""
     format = f"formats/{dtype.format.codec}.cuh"
     return ("hopper.cuh", "latent_rows.cuh", format, "items.cuh", "latent_rows.cu")
 
 
 def shared_bytes(shape: Shape) -> int:
-    """Dynamic shared memory of a program in bytes: tiles, their scales, scores, probabilities."""
+    """Returns a program's bytes of dynamic shared memory: tiles, their scales, scores, probabilities."""
     padded = shape.tile + 8
     tiles = shape.stages * shape.tile * (WIDTH + 16 + 4)
     return tiles + shape.warps * shape.rows * padded * 4 + shape.rows * padded * 2
@@ -92,7 +92,7 @@ def launch(
     target: int,
     least: int,
 ) -> None:
-    """Attend to q [T, num_q_heads, WIDTH]; write `out` or partial results of items.
+    """Attends to q [T, num_q_heads, WIDTH]; writes `out`, or partial results of items.
 
     out: [T, num_q_heads, LATENT]. partial, partial_lse, items, target, least: as in `latent_attention`.
     """

@@ -28,16 +28,16 @@ WARPS = 8
 PROGRAMS = 2
 """Programs per multiprocessor: four warpgroups of 128 registers per thread."""
 FEWEST = 33
-"""Fewest rows with which this kernel is faster than the general one."""
+"""Minimum number of rows for which this kernel is faster than the general one."""
 
 _PACKAGE = files(__package__)
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SHARED = 227 * 1024 // PROGRAMS - 5 * 1024
-"""Most dynamic shared memory of a program: all programs of a multiprocessor fit beside static memory."""
-_FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # to align, queries, probabilities twice
-_TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, the output being turned
+"""Maximum dynamic shared memory of a program: all programs of a multiprocessor fit beside static memory."""
+_FIXED = 1024 + ROWS * HEAD * 2 + 2 * TILE * ROWS * 2  # alignment, queries, probabilities twice
+_TURNED = 1024 + ROWS * HEAD * 2 + ROWS * (HEAD + 4) * 4  # queries, output during rotation
 _LEAST_COPY = 4
-"""Bytes that a copy to shared memory takes at least: shorter scales come with a neighbour's."""
+"""Minimum bytes of a copy to shared memory: shorter scales are copied with a neighbour's."""
 _WITHOUT_FEEDBACK = {
     KVDtype.INT4_FEEDBACK: KVDtype.INT4_PER_TOKEN_HEAD,
     KVDtype.INT4_SHORT_FEEDBACK: KVDtype.INT4_SHORT,
@@ -49,7 +49,7 @@ _ARGUMENTS = (
 
 
 def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bool:
-    """True if this kernel serves the layer on this device. The answer is the same for all steps.
+    """Whether this kernel serves the layer on this device. The answer is the same for all steps.
 
     dtype: of the queries.
     """
@@ -68,12 +68,12 @@ def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bo
 
 
 def _stored_as(dtype: KVDtype) -> KVDtype:
-    """The format whose bytes it has: error feedback changes the writer alone."""
+    """Returns the format with the same bytes: error feedback changes only the writer."""
     return _WITHOUT_FEEDBACK.get(dtype, dtype)
 
 
 def _format_source(dtype: KVDtype) -> str:
-    """The format's file: it has the name of the codec, and a struct with the name of the format."""
+    """Returns the format's file, named like its codec; it has a struct named like the format."""
     return f"formats/{_stored_as(dtype).format.codec}.cuh"
 
 
@@ -86,25 +86,25 @@ SERVED = frozenset(
 
 
 def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
-    """Source files of the kernel, in the order in which they are concatenated."""
+    """Returns the kernel's source files, in the order in which they are concatenated."""
     formats = dict.fromkeys((_format_source(k), _format_source(v)))
     return ("hopper.cuh", "codes.cuh", *formats, "items.cuh", "many_rows.cu")
 
 
 def shape_for(k: KVDtype, v: KVDtype) -> Shape:
-    """How a launch is cut; stages: tiles in shared memory."""
+    """Returns a launch's tile sizes; stages: tiles in shared memory."""
     stages = min(6, (_SHARED - _FIXED) // (TILE * _row_of_tile(k, v)))
     return Shape(ROWS, TILE, WARPS, stages, PROGRAMS)
 
 
 def shared_bytes(k: KVDtype, v: KVDtype) -> int:
-    """Dynamic shared memory of a program in bytes."""
+    """Returns a program's bytes of dynamic shared memory."""
     tiles = shape_for(k, v).stages * TILE * _row_of_tile(k, v)
     return max(_FIXED + tiles, _TURNED)
 
 
 def _row_of_tile(k: KVDtype, v: KVDtype) -> int:
-    """Bytes of one token's keys and values in shared memory."""
+    """Returns the bytes of one token's keys and values in shared memory."""
     of_k, of_v = _side_defines("K", k), _side_defines("V", v)
     found = of_k["BYTES_K"], of_k["SB_K"], of_v["BYTES_V"], of_v["SB_V"]
     return sum(map(int, found))
@@ -125,7 +125,7 @@ def _kernel(
 
 
 def _side_defines(side: str, dtype: KVDtype) -> dict[str, int | str]:
-    """Macros for the format of K or of V: its struct, and facts of its declaration."""
+    """Returns macros for the format of K or of V: its struct, and facts of its declaration."""
     format = dtype.format
     codes, *scales = format.planes(HEAD)
     scale_bytes = sum(plane.row_bytes for plane in scales)
@@ -153,7 +153,7 @@ def launch(
     target: int,
     least: int,
 ) -> None:
-    """Attend to q [T, num_q_heads, head_dim], not rotated yet; write `out` or partial results of items.
+    """Attends to q [T, num_q_heads, head_dim], not rotated yet; writes `out`, or partial results of items.
 
     out: [T, num_q_heads, head_dim_v]. partial, partial_lse, items, target, least: as in `paged_attention`.
     """

@@ -24,7 +24,7 @@ _WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What a plan depends on beside the step: layers with equal values share a plan."""
+    """What a plan depends on, apart from the step: layers with equal values share a plan."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -36,14 +36,14 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """FlashInfer's planned wrapper for a step. It holds the step, so that its identity stays valid."""
+    """FlashInfer's planned wrapper for a step. It keeps the step alive, so that its identity stays valid."""
 
     step: Step
     wrapper: Any
 
 
 class FlashInferBackend:
-    """few: the backend that writes, and that attends to sequences with few queries.
+    """Attends to long prompts with FlashInfer. few: writes, and attends to sequences with few queries.
 
     Not thread-safe: plans and the workspace are reused.
     """
@@ -56,11 +56,11 @@ class FlashInferBackend:
         self._planned: dict[_Kind, _Planned] = {}
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        """Encodes k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         self._few.write(cache, k, v, step)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """As `attend_apart`."""
+        """Attends like `attend_apart`: q [T, num_q_heads, head_dim] -> [T, num_q_heads, head_dim]."""
         return attend_apart(self._few, self._attend_long, cache, q, step, params)
 
     def _attend_long(
@@ -71,7 +71,7 @@ class FlashInferBackend:
         wrapper.run(q[many].contiguous(), (cache.k[0], cache.v[0]), out=out[many])
 
     def _plan(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Any:
-        """Return the wrapper for this step: one plan for all layers of one kind."""
+        """Returns the wrapper for this step; all layers of one kind share a plan."""
         g = cache.spec.geometry
         kind = _Kind(g.num_q_heads, g.num_kv_heads, g.head_dim_k, cache.page_size, q.dtype, params)
         planned = self._planned.get(kind)
@@ -90,7 +90,7 @@ class FlashInferBackend:
 
 
 def _plan_step(wrapper: Any, kind: _Kind, step: Step) -> None:
-    """Plan `step.long` from host numbers and the device's page ids, without waiting."""
+    """Plans `step.long` from host numbers and the device's page ids, without waiting for the device."""
     long, size = step.long, kind.page_size
     queries, pages = [0], [0]
     for one in long:
@@ -120,7 +120,7 @@ def _plan_step(wrapper: Any, kind: _Kind, step: Step) -> None:
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """The backend as the engine uses it."""
+    """Builds the backend for the engine."""
     assert not batch_invariant, "its results depend on the batch, and planning knows"
     from kvant.attention.triton.backend import TritonBackend
 

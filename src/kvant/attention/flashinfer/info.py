@@ -16,7 +16,7 @@ _HEAD_SIZES = (64, 128, 256)
 
 
 def refuse(need: Need) -> str | None:
-    """Serve 16-bit keys and values in the model's own dtype on Hopper, where it was measured faster."""
+    """Returns why it cannot serve a layer; it serves 16-bit K and V in the model's dtype on Hopper."""
     layer, device = need.layer, need.device
     if device.kind is not DeviceKind.CUDA:
         return "FlashInfer's kernels run on NVIDIA GPUs"
@@ -39,7 +39,7 @@ def refuse(need: Need) -> str | None:
 
 
 def _refuse_package() -> str | None:
-    """Return why its kernels are missing: they are compiled on first use unless a package has them."""
+    """Returns why its kernels are missing: they are compiled on first use unless a package has them."""
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed"
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:

@@ -62,9 +62,9 @@ class ReferenceBackend:
         self.batch_invariant = batch_invariant
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] and put them into `step.slot_mapping`'s slots.
+        """Encodes k, v [T, num_kv_heads, head_dim] and stores them in `step.slot_mapping`'s slots.
 
-        v: None where only K is stored.
+        v: None if only K is stored.
         """
         if cache.wide is not None:
             self.write(cache.wide, k, v, step.of(cache.wide_group))
@@ -79,9 +79,9 @@ class ReferenceBackend:
             _store(cache.v, cache.spec.v, v, cache.v_scale, slots)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+        """Attends with q [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v] in q's dtype.
 
-        Tokens that belong to no sequence, or to one without stored tokens, get zeros.
+        Tokens of no sequence, or of a sequence without stored tokens, get zeros.
         """
         if cache.wide is not None:
             return attend_both(
@@ -95,7 +95,7 @@ class ReferenceBackend:
             tables = [step.page_table[s.sequence, s.first_page : s.end_page] for s in group]
             pages = torch.cat(tables)
             k = rows_of(cache.k, cache.spec.k, cache.k_scale, pages, compute)
-            if cache.spec.v is None:  # a latent is the value
+            if cache.spec.v is None:  # the latent is also the value
                 v = k[..., : cache.spec.geometry.head_dim_v]
             else:
                 v = rows_of(cache.v, cache.spec.v, cache.v_scale, pages, compute)
@@ -129,7 +129,7 @@ class ReferenceBackend:
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """The backend as the engine uses it: float32 at least."""
+    """Builds the backend for the engine, which computes in float32 or wider."""
     return ReferenceBackend(batch_invariant=batch_invariant)
 
 
@@ -147,7 +147,7 @@ def _store(
 
 
 def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterator[_Span]:
-    """Yield what each sequence with queries and stored tokens reads, from a multiple of `tile` on."""
+    """Yields the rows that each sequence with queries and stored tokens reads, from a multiple of `tile`."""
     offsets = step.cu_seqlens_q.tolist()
     for sequence, seqlen_kv in enumerate(step.seqlens_kv.tolist()):
         q_start, q_end = offsets[sequence], offsets[sequence + 1]
@@ -162,7 +162,7 @@ def _spans(step: Step, window: int | None, page_size: int, tile: int) -> Iterato
 
 
 def _groups(spans: Iterator[_Span]) -> Iterator[list[_Span]]:
-    """Group neighbouring sequences to decode together: at most GROUP_PAGES, or one sequence."""
+    """Groups neighbouring sequences to decode together: at most GROUP_PAGES, or one sequence."""
     group: list[_Span] = []
     pages = 0
     for span in spans:

@@ -1,9 +1,9 @@
 """Attention over layers with wide rows: each query reads some keys in their wide form, the others as stored.
 
-    narrow rows of all tokens, and wide rows of the tokens that some query reads so, side by side
+    narrow rows of all tokens, and wide rows of the tokens that some query reads wide, side by side
     -> one softmax over both, with masks that show every key to a query in one form
 
-Wide rows behind the window of the first query are in pages of other sequences by now. They are cut off
+Pages of wide rows before the first query's window may belong to other sequences already. They are cut off
 before any arithmetic.
 """
 
@@ -31,7 +31,10 @@ def attend_both(
     *,
     tiled: bool,
 ) -> Tensor:
-    """As `ReferenceBackend.attend`, for a cache with wide rows. tiled: in tiles at fixed positions."""
+    """Implements `ReferenceBackend.attend` for a cache with wide rows: q [T, num_q_heads, head_dim_k].
+
+    Returns [T, num_q_heads, head_dim_v]. tiled: in tiles at fixed positions.
+    """
     assert cache.wide is not None
     assert cache.spec.wide is not None
     assert step.causal, "wide rows are those of causal layers"
@@ -47,7 +50,7 @@ def attend_both(
         queries = q[start:end].to(compute)
         position = length - len(queries)
         k, v = _rows(cache, step, sequence, 0, length, compute)
-        first = max(0, position - recent + 1)  # of the recent rows
+        first = max(0, position - recent + 1)  # the first recent row
         head = min(sink, first)
         parts = [
             _rows(cache.wide, wide_step, sequence, begin, stop, compute)
@@ -73,7 +76,7 @@ def attend_both(
 def _rows(
     cache: LayerCache, step: Step, sequence: int, first: int, end: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Decoded rows of a sequence's tokens first..end, k and v: [end - first, num_kv_heads, head_dim]."""
+    """Returns decoded k and v of a sequence's tokens first..end: [end - first, num_kv_heads, head_dim]."""
     size = cache.page_size
     first_page = first // size
     pages = step.page_table[sequence, first_page : -(-end // size)]
@@ -89,7 +92,7 @@ def _rows(
 
 
 def _spread(rows: Tensor, head: int, gap: int) -> Tensor:
-    """Rows with `gap` rows of zeros behind the first `head` ones."""
+    """Inserts `gap` rows of zeros after the first `head` rows."""
     return torch.cat([rows[:head], rows.new_zeros(gap, *rows.shape[1:]), rows[head:]])
 
 
@@ -100,7 +103,10 @@ def rows_of(
     pages: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gather and decode rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim]."""
+    """Gathers and decodes rows of whole pages: [len(pages) * page_size, num_kv_heads, head_dim].
+
+    pages: [n] page ids. scale: outside the pages, [1] or [num_kv_heads], or None.
+    """
     assert choice is not None, "a layer with a cache stores K, and V if there is one"
     gathered = [plane.index_select(0, pages).flatten(0, 1) for plane in planes]
     return codec_for(choice.dtype).decode(gathered, scale, dtype)

@@ -6,7 +6,7 @@ from kvant.attention.need import BackendInfo, Need
 
 
 def refuse(need: Need) -> str | None:
-    """Serve every format, device, window and head size that the format itself allows."""
+    """Returns None: it serves every format, device, window and head size that the format itself allows."""
     layer = need.layer
     if layer.num_kv_heads < 1 or layer.num_q_heads % layer.num_kv_heads:
         return f"{layer.num_q_heads} query heads do not share {layer.num_kv_heads} KV heads evenly"

@@ -12,7 +12,7 @@ from kvant.attention.base import AttentionParams
 def attend_rows(
     q: Tensor, k: Tensor, v: Tensor, *, offset: int, causal: bool, params: AttentionParams
 ) -> Tensor:
-    """q [n, Hq, Dk], k [m, Hkv, Dk], v [m, Hkv, Dv] -> [n, Hq, Dv].
+    """Attends with q [n, Hq, Dk] over k [m, Hkv, Dk] and v [m, Hkv, Dv]; returns [n, Hq, Dv].
 
     Query i is at row offset + i of k. All three have one dtype, which is used for all arithmetic.
     Every query must see at least one row.
@@ -25,7 +25,7 @@ def attend_rows(
 def attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """As `attend_rows`. mask: [n, m] bool, which rows each query sees; None for all."""
+    """Attends like `attend_rows`. mask: [n, m] bool, which rows each query sees; None for all."""
     if params.softcap or params.sinks is not None:
         return _explicit(q, k, v, mask, params)
     out = F.scaled_dot_product_attention(
@@ -42,7 +42,7 @@ def attend_masked(
 def visible(
     n: int, m: int, *, offset: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """[n, m] bool: which rows each query sees; None where every query sees every row."""
+    """Returns [n, m] bool, which rows each query sees; None if every query sees every row."""
     ahead = causal and offset < m - 1
     behind = window is not None and offset + n > window
     beyond = window is not None and not causal and m - offset > window
@@ -63,7 +63,7 @@ def visible(
 def _explicit(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, params: AttentionParams
 ) -> Tensor:
-    """The same with explicit scores, for cases that torch's fused attention lacks.
+    """Attends like `attend_masked` with explicit scores, for cases that torch's fused attention lacks.
 
     Soft cap: cap * tanh(score / cap), before the mask (Gemma 2, arXiv:2408.00118, section 2).
     Sinks: one more logit per query head in the softmax's sum, with a zero value (gpt-oss).

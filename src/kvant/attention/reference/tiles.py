@@ -1,9 +1,8 @@
 """Attention in tiles at fixed positions, so that a query's result depends on its own rows alone.
 
 Tiles of queries and rows begin at multiples of their sizes, counted from the sequence's first token.
-So a query has the same position in the same products, alone or in a chunk of any size. A tile in which
-it sees nothing changes no bit.
-The softmax is the running one of arXiv:2205.14135.
+So a query has the same place in the same products, alone or in a chunk of any size. A tile in which
+it sees no row changes no bit. The softmax is the online softmax of arXiv:2205.14135.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ ROW_TILE = 256
 
 @dataclass(frozen=True, slots=True)
 class WideForm:
-    """The wide rows of a sequence, k [m, Hkv, Dk] and v [m, Hkv, Dv] from its first token on.
+    """The wide rows of a sequence, k [m, Hkv, Dk] and v [m, Hkv, Dv], from its first token on.
 
-    Rows that no query reads are zeros. sink, recent: as in `kvant.kv.spec.WideRows`.
+    Rows that no query reads wide are zeros. sink, recent: as in `kvant.kv.spec.WideRows`.
     """
 
     k: Tensor
@@ -46,10 +45,10 @@ def attend_tiles(
     params: AttentionParams,
     wide: WideForm | None = None,
 ) -> Tensor:
-    """q [n, Hq, Dk], k [m, Hkv, Dk], v [m, Hkv, Dv] -> [n, Hq, Dv], all in one dtype.
+    """Attends with q [n, Hq, Dk] over k [m, Hkv, Dk] and v [m, Hkv, Dv], in one dtype; returns [n, Hq, Dv].
 
     first: position of row 0 in its sequence, a multiple of ROW_TILE. position: position of query 0.
-    wide: what queries read in place of some rows; then first is 0, and there is no window.
+    wide: rows that queries read instead of some of k and v; `first` is then 0, and there is no window.
     """
     assert first % ROW_TILE == 0, "rows begin where a tile begins"
     n, num_q_heads, _ = q.shape
@@ -94,7 +93,7 @@ def attend_tiles(
 
 
 def _tile_of_rows(k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Keys [Hkv, Dk, ROW_TILE] and values [Hkv, ROW_TILE, Dv] from `start` on, zeros behind the end."""
+    """Returns keys [Hkv, Dk, ROW_TILE] and values [Hkv, ROW_TILE, Dv] from `start`, zeros past the end."""
     k, v = (
         F.pad(x[start : start + ROW_TILE], (0, 0, 0, 0, 0, max(0, start + ROW_TILE - len(x))))
         for x in (k, v)
@@ -107,7 +106,7 @@ def _attend_tile(
     tiles: Iterable[tuple[Tensor, Tensor, Tensor | None]],
     params: AttentionParams,
 ) -> Tensor:
-    """One tile of queries, [Hkv, group * QUERY_TILE, Dk], over tiles of rows: [.., Dv].
+    """Attends with one tile of queries, [Hkv, group * QUERY_TILE, Dk], over tiles of rows; returns [.., Dv].
 
     tiles: keys, values, and which rows each query sees, [QUERY_TILE, ROW_TILE] bool; None for all.
     """
@@ -116,7 +115,7 @@ def _attend_tile(
     if params.sinks is None:
         most = q.new_full((num_kv_heads, num_rows, 1), float("-inf"))
         total = q.new_zeros(num_kv_heads, num_rows, 1)
-    else:  # one more logit, with a zero value
+    else:  # a sink is one more logit, with a zero value
         sinks = params.sinks.to(q).view(num_kv_heads, group, 1)
         most = sinks.repeat_interleave(QUERY_TILE, 1)
         total = torch.ones_like(most)
@@ -128,7 +127,7 @@ def _attend_tile(
         if seen is not None:
             scores = scores.masked_fill(~seen.repeat(group, 1), float("-inf"))
         higher = torch.maximum(most, scores.amax(-1, keepdim=True))
-        level = higher.masked_fill(higher == float("-inf"), 0.0)  # nothing seen so far
+        level = higher.masked_fill(higher == float("-inf"), 0.0)  # if no row was seen so far
         weights = torch.exp(scores - level)
         keep = torch.exp(most - level)
         total = total * keep + weights.sum(-1, keepdim=True)
@@ -139,7 +138,7 @@ def _attend_tile(
 
 
 def reads_wide(n: int, m: int, offset: int, start: int, sink: int, recent: int) -> Tensor:
-    """[n, m] bool: whether query i, at row offset + i, reads row j in its wide form.
+    """Returns [n, m] bool: whether query i, at row offset + i, reads row j in its wide form.
 
     start: position of row 0 in its sequence.
     """
@@ -155,7 +154,7 @@ def _both(a: Tensor, b: Tensor | None) -> Tensor:
 def _seen(
     offset: int, length: int, causal: bool, window: int | None, device: torch.device
 ) -> Tensor | None:
-    """[QUERY_TILE, ROW_TILE] bool: which rows of a tile each query sees; None for all."""
+    """Returns [QUERY_TILE, ROW_TILE] bool, which rows of a tile each query sees; None for all."""
     seen = visible(QUERY_TILE, ROW_TILE, offset=offset, causal=causal, window=window, device=device)
     if length >= ROW_TILE:
         return seen

@@ -22,12 +22,12 @@ def _write(row: int, _: int) -> None:
 
 @njit(inline="always")
 def store_fed(row: int, scale: Any, zero_point: Any) -> None:
-    """Store the codes of a rotated row, rounded with its matrix; nothing where the scale is NaN."""
+    """Stores the codes of a rotated row, rounded with its matrix; nothing if the scale is NaN."""
     n, x, codes = row_of(row)
     matrix = load_i64(row + Row.OUTER)
     if scale != scale:
         return
-    wanted = x + 4 * n  # the kernel's own room behind the row
+    wanted = x + 4 * n  # the kernel's scratch memory after the row
     for i in range(n):
         store_f32(wanted + 4 * i, load_f32(x + 4 * i))
     for i in range(n):

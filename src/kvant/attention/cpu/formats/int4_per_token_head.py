@@ -40,7 +40,7 @@ _HALF, _KEPT = 1 << (DROPPED_BITS - 1), -(1 << DROPPED_BITS)
 
 @njit(inline="always")
 def rotated_range(row: int) -> tuple[Any, Any]:
-    """Rotate a row in place; its smallest and largest number, with 0 between them.
+    """Rotates a row in place; returns its smallest and largest number, or 0 if that is beyond them.
 
     Both are NaN for a row with NaN, whose codes are stored as 0.
     """
@@ -60,7 +60,7 @@ def rotated_range(row: int) -> tuple[Any, Any]:
 
 @njit(inline="always")
 def scaled(row: int) -> tuple[Any, Any]:
-    """Rotate a row in place and store its scale with the zero point; both are returned.
+    """Rotates a row in place, stores its scale with the zero point, and returns both.
 
     The scale of a row with NaN is NaN, and its codes are stored as 0.
     """
@@ -83,7 +83,7 @@ def _write(row: int, _: int) -> None:
 
 @njit(inline="always")
 def store_nearest(row: int, scale: Any, zero_point: Any) -> None:
-    """Store the codes of a rotated row; nothing where the scale is NaN."""
+    """Stores the codes of a rotated row; nothing if the scale is NaN."""
     n, x, codes = row_of(row)
     if scale != scale:
         return

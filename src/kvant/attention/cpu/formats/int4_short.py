@@ -28,7 +28,7 @@ _LEAST, _MOST = np.float32(LEAST_SCALE), np.float32(LARGEST_SCALE)
 
 @njit(inline="always")
 def scaled_short(row: int) -> tuple[Any, Any]:
-    """As `int4_per_token_head.scaled`."""
+    """Implements `int4_per_token_head.scaled` for scales of 12 bits."""
     scales = load_i64(row + Row.SCALES)
     low, high = rotated_range(row)
     if low != low:

@@ -28,7 +28,7 @@ _HALF, _ONE, _TWO, _FOUR = (np.float32(n) for n in (0.5, 1, 2, 4))
 
 @njit(inline="always")
 def _e2m1_code(x: Any) -> int:
-    """Nearest e2m1 code, ties to even, saturating at 6. No NaN."""
+    """Returns the nearest e2m1 code, ties to even, saturating at 6. x must not be NaN."""
     size = abs(x)
     code = nearest(min(size * _TWO, _FOUR))
     code += nearest(clamped(size - _TWO, ZERO, _TWO))

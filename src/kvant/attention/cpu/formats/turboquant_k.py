@@ -39,7 +39,7 @@ from kvant.kv.format import KVFormat
 
 @njit
 def sum_of_squares(x: int, n: int, sums: int) -> Any:
-    """Neighbours, then neighbours of these; sums: scratch [n]."""
+    """Returns the sum of squares: adds neighbours, then neighbours of these sums. sums: scratch [n]."""
     for i in range(n):
         store_f32(sums + 4 * i, load_f32(x + 4 * i) * load_f32(x + 4 * i))
     while n > 1:

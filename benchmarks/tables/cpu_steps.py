@@ -82,6 +82,25 @@ def gguf(data: Any) -> Cells:
     return lines
 
 
+@table("cpu-random-models", "cpu-experts-100m.json", "cpu-hybrid-100m.json")
+def random_models(*parts: Any) -> Cells:
+    lines = [["model", "what", "dtype", "transformers, tokens/s", "Kvant", "over it"]]
+    for data, name in zip(parts, ("qwen3-moe-98m", "qwen3.5-125m"), strict=True):
+        # transformers names the dtype that was asked for; Kvant adds what it is.
+        found = {
+            (r["engine"], r["case"], r["weights"].split(" (")[0]): tokens_per_second(r)
+            for r in data["steps"]
+        }
+        for (engine, case, weights), speed in found.items():
+            if engine == "Kvant":
+                peer = found["transformers", case, weights]
+                dtype = weights.split("dtype ")[1]
+                lines.append(
+                    [name, case, dtype, f"{peer:.1f}", f"{speed:.1f}", f"{speed / peer:.2f}"]
+                )
+    return lines
+
+
 def _found(data: Any, engine: str, case: str, kv: str = "") -> float:
     """Tokens a second of the one row that is meant."""
     (row,) = [

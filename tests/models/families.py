@@ -69,11 +69,11 @@ _SIZES: dict[int, str] = {
     4: "num_hidden_layers n_layer n_layers num_layers num_attention_heads n_head n_heads num_heads "
     "num_experts n_routed_experts num_local_experts moe_num_experts linear_num_value_heads "
     "linear_conv_kernel_dim",
-    8: "qk_rope_head_dim linear_key_head_dim linear_value_head_dim",
+    8: "qk_rope_head_dim",
     WINDOW: "sliding_window",
-    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim",
+    16: "head_dim kv_lora_rank qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim",
     24: "q_lora_rank",
-    48: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
+    32: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
     "moe_shared_expert_intermediate_size",
     64: "hidden_size n_embd d_model dim word_embed_proj_dim",
     96: "intermediate_size ffn_dim n_inner",

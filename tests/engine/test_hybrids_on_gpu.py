@@ -40,18 +40,21 @@ def test_hits_give_the_tokens_of_cold_runs(models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stored"),
+    ("name", "stored", "weights"),
     [
-        ("qwen3_5_text", "float32"),
-        ("qwen3_5_text", "int8_per_token_head"),
-        ("granitemoehybrid", "float32"),
-        ("lfm2", None),
-        ("qwen3_next", "bfloat16"),
-        ("bamba", "fp8_per_token_head"),
+        ("qwen3_5_text", "float32", None),
+        ("qwen3_5_text", "int8_per_token_head", None),
+        ("qwen3_5_text", "float32", "fp8"),
+        ("granitemoehybrid", "float32", None),
+        ("lfm2", None, None),
+        ("lfm2", None, "int8"),
+        ("qwen3_next", "bfloat16", None),
+        ("bamba", "fp8_per_token_head", None),
+        ("bamba", "float32", "fp8"),
     ],
 )
 def test_in_batch_invariant_mode_bits_do_not_depend_on_how_steps_are_made(
-    tmp_path: Path, name: str, stored: str | None
+    tmp_path: Path, name: str, stored: str | None, weights: str | None
 ) -> None:
     """Alone, in recorded batches, in pieces, from the prefix cache, preempted, and with drafts."""
     families.build(name, tmp_path)
@@ -63,6 +66,7 @@ def test_in_batch_invariant_mode_bits_do_not_depend_on_how_steps_are_made(
     given: dict[str, object] = {
         "device": "cuda", "dtype": "bfloat16", "batch_invariant": True, "page_size": 16,
         "kv_cache_memory": "64MiB", "max_model_len": 500, "state_dtype": stored,
+        "quantization": weights,
     }  # fmt: skip
 
     def numbers(llm: LLM, some: list[list[int]], wanted: list[SamplingParams]) -> list[object]:

@@ -18,6 +18,7 @@ from kvant.models.cpu.info import FEWEST_ROWS, NORM_STEP
 from kvant.models.cpu.product import OUTPUTS
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry.read import read_geometry
+from kvant.models.quantization import Quantization
 from kvant.models.select import FORWARDS, select_forward
 from tests.models import tiny
 
@@ -88,6 +89,9 @@ def test_recurrences_are_batch_invariant_in_the_forwards_whose_kernels_pass_over
         config = json.loads((CONFIGS / f"{name}.json").read_text())
         asked = ForwardFacts(config, read_geometry(config), BF16, GPU, batch_invariant=True)
         assert select_forward(asked).name == "fused"
+        if name == "qwen3.5-9b":
+            rounded = replace(asked, quantization=Quantization.INT8)
+            assert select_forward(rounded).name == "fused"
         assert select_forward(replace(asked, device=CPU, compute=F32)).name == "transformers"
         with pytest.raises(NotServable, match="on a GPU") as refused:
             select_forward(replace(asked, compute=ComputeDtype.FLOAT64))

@@ -148,10 +148,13 @@ class NarrowLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the product [.., out_features] of x [.., in_features]."""
         rows = x.reshape(-1, self.in_features)
-        found = multiply(
-            rows, self.narrow, self.bias, rounds=self.rounds, input_scale=self.input_scale
+        return self.product(rows, alike=False).view(*x.shape[:-1], self.out_features)
+
+    def product(self, x: Tensor, *, alike: bool) -> Tensor:
+        """x [T, in_features] -> [T, out_features]. alike: as in `multiply`."""
+        return multiply(
+            x, self.narrow, self.bias, alike=alike, rounds=self.rounds, input_scale=self.input_scale
         )
-        return found.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.format.summary}"

@@ -74,8 +74,6 @@ def _refuse_invariant_states(facts: ForwardFacts) -> str | None:
         return "its recurrences on a CPU depend on where a prompt is cut"
     if facts.compute is ComputeDtype.FLOAT64:
         return "no kernel passes over the tokens of a recurrence in float64"
-    if facts.has_narrow:
-        return "projections of recurrent layers in narrow weights depend on the number of rows"
     shapes = [state.shape for layer in facts.geometry.layers for state in layer.states]
     if any(shape[-1] % 2 for shape in shapes):
         return "rows of its states do not fill words of 16 bits"

@@ -19,6 +19,7 @@ from kvant.models.recurrent.conv import causal_conv
 from kvant.models.recurrent.elementwise import elementwise_scan
 from kvant.models.recurrent.packed import Packed, in_turns, takes_kernels
 from kvant.models.recurrent.scan import CHUNK, scan
+from kvant.weights.linear import NarrowLinear
 
 if TYPE_CHECKING:
     from kvant.models.recurrent.mamba_layer import Finish
@@ -101,6 +102,8 @@ def _project(x: Tensor, layer: Any, states: LayerStates) -> Tensor:
     """Applies a linear layer to x [T, columns], by the step's product if its weight is unquantised."""
     if type(layer) is nn.Linear:
         return states.multiply(x, layer.weight, layer.bias)
+    if isinstance(layer, NarrowLinear):  # tokens run in turn in batch-invariant mode alone
+        return layer.product(x, alike=states.packed.singly)
     found: Tensor = layer(x)
     return found
 

@@ -19,6 +19,11 @@ class Forward(Protocol):
         ...
 
     @property
+    def own_weight_bytes(self) -> int:
+        """Bytes among `extra_bytes` that are weights which every step reads whole."""
+        ...
+
+    @property
     def compiled_seconds(self) -> float | None:
         """Seconds spent in compiled code so far; None if a step is not one call of compiled code."""
         ...

@@ -117,7 +117,7 @@ class LoadedModel:
         tables.discard(id(getattr(head, "weight", None)))
         config = self._module.config.get_text_config(decoder=True)
         chosen = getattr(config, "num_experts_per_tok", None)
-        total, seen = 0.0, set(tables)
+        total, seen = float(self._forward.own_weight_bytes), set(tables)
         for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
             if id(tensor) in seen:
                 continue

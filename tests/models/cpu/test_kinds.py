@@ -91,6 +91,8 @@ def test_both_dtypes_choose_the_tokens_of_float64_and_matrices_take_two_bytes(
         held = llm.engine.runner.model.num_weight_bytes  # type: ignore[attr-defined]
         assert held < 1.05 * stored
         assert abs(llm.planned.target.weights.bytes - held) < 0.05 * stored  # type: ignore[operator]
+        read = llm.engine.runner.model.weight_bytes_of_step(1000)  # type: ignore[attr-defined]
+        assert held - read == 2 * _COMMON["vocab_size"] * _COMMON["hidden_size"]
         texts = [prompt + new for prompt, new in zip(PROMPTS, found, strict=True)]
         exact = theirs(tmp_path, torch.float64, texts)
         lost = losses(exact, torch.tensor([token for new in found for token in new]))

@@ -193,6 +193,14 @@ class CpuDecoder:
     @property
     def extra_bytes(self) -> int:
         """Bytes of weights that the module does not have."""
+        found = self.own_weight_bytes
+        if isinstance(self.embedding, PackedWeight) and self.embedding is not self._head.weight:
+            found += self.embedding.num_bytes
+        return found
+
+    @property
+    def own_weight_bytes(self) -> int:
+        """Bytes of matrices that the module does not have, or not in this form."""
         found = self._moved_bytes
         table = self.embedding.data_ptr() if isinstance(self.embedding, Tensor) else None
         for linear in self._linears:
@@ -200,8 +208,6 @@ class CpuDecoder:
             is_table = linear.weight.codes.data_ptr() == table
             if linear.rounds or (self.took_weights and not is_table):
                 found += linear.num_bytes
-        if isinstance(self.embedding, PackedWeight) and self.embedding is not self._head.weight:
-            found += self.embedding.num_bytes
         return found
 
     @property

@@ -196,6 +196,10 @@ class FusedDecoder:
         return sum(part.numel() * part.element_size() for part in kept)
 
     @property
+    def own_weight_bytes(self) -> int:
+        return 0
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 

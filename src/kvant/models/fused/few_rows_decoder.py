@@ -95,6 +95,10 @@ class FewRowsDecoder:
         return self._fused.extra_bytes + self._few.num_bytes
 
     @property
+    def own_weight_bytes(self) -> int:
+        return 0
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 

@@ -50,6 +50,10 @@ class ModuleForward:
         return 0
 
     @property
+    def own_weight_bytes(self) -> int:
+        return 0
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 

@@ -90,7 +90,7 @@ def test_qwen2_moe_runs_in_the_own_decoder_and_its_windows_in_masks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = compare("qwen2_moe", tmp_path / "model")
-    assert (found.forward, found.why, found.kinds) == ("fused", None, ("full",))
+    assert (found.forward, found.why, found.kinds) == ("compiled", None, ("full",))
     extra = {"use_sliding_window": True, "max_window_layers": 4}
     monkeypatch.setitem(families._EXTRA, "qwen2_moe", extra)
     assert "in its mask alone" in (compare("qwen2_moe", tmp_path / "model").why or "")

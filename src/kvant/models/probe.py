@@ -256,6 +256,12 @@ def _layer(
     index: int, one: _Attended, name: str, patterns: Sequence[int | None], owner: int | None
 ) -> LayerGeometry:
     window = one.window if one.mask is None else patterns[one.mask]
+    if one.window is not None and one.window < 1:
+        raise BadCheckpoint(
+            f"config.json: layer {index} has a window of {one.window} tokens",
+            why="a token sees at least itself",
+            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+        )
     if window != one.window:
         raise _CannotRun(
             f"layer {index} has the window {window} in its mask alone, which Kvant does not build"

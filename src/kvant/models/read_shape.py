@@ -22,11 +22,12 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry, StateKind
 from kvant.models.geometry.families import is_drafter, is_listed, name_of
 from kvant.models.geometry.fields import shown
+from kvant.models.geometry.mixtures import check_mixture
 from kvant.models.geometry.read import read_geometry
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 4
+_FORM = 5
 """Version of the stored form of a probe's result, and of what a probe examines."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
@@ -39,6 +40,8 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     for a model that needs techniques that Kvant lacks, or whose tokens differed from transformers'.
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
+    if isinstance(config, Mapping):
+        check_mixture(config)
     if not isinstance(model_type, str) or is_listed(model_type) or is_drafter(config):
         return ModelShape(read_geometry(config), ShapeSource.CONFIG)
     if model_type not in compared():

@@ -16,6 +16,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown, text_section
+from kvant.models.geometry.mixtures import EXPERT_FIELDS
 from kvant.models.geometry.weight_recipe import (
     is_sparse,
     linear_groups,
@@ -38,7 +39,6 @@ from kvant.weights.format import (
     WeightFormat,
 )
 
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
 
@@ -240,7 +240,7 @@ def read_blocks(config: Mapping[str, Any]) -> Stored | None:
 def lists_experts(config: Mapping[str, Any]) -> bool:
     """Returns whether a config.json declares layers with experts."""
     sections = config, text_section(config)
-    return any(section.get(field) for section in sections for field in _EXPERT_FIELDS)
+    return any(section.get(field) for section in sections for field in EXPERT_FIELDS)
 
 
 def _fp8(fields: Fields) -> Stored | NotStored:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.read import read_checkpoint
@@ -15,6 +16,7 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry import read_draft_geometry
+from kvant.models.geometry.mixtures import refuse_lacking_experts
 from kvant.models.geometry.weight_methods import refuse_weights
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.local import LocalModel, ModelSource, Progress
@@ -108,9 +110,8 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     if not is_target:
         return ModelFacts(local, config, checkpoint, weights, decoded)
     shape = read_shape(config)  # raises for a drafter
-    refusal = (
-        None
-        if _are_kept(config, shape.geometry, device)
-        else refuse_weights(config, local.path, device)
-    )
+    names = (name for header in headers or () for name in header.tensors)
+    refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
+    if refusal is None and not _are_kept(config, shape.geometry, device):
+        refusal = refuse_weights(config, local.path, device)
     return ModelFacts(local, config, checkpoint, weights, decoded, refusal, shape)

@@ -1,0 +1,78 @@
+"""Layers of experts that make no sense are refused before a weight is read, by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvant.engine.llm import LLM
+from kvant.errors import BadCheckpoint
+from kvant.models.geometry.mixtures import refuse_lacking_experts
+from kvant.models.read_shape import read_shape
+from tests.models import families
+from tests.models.configs import published
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("qwen3-30b-a3b", {"num_experts_per_tok": 129}, "num_experts_per_tok is 129"),
+        ("qwen3-30b-a3b", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("mixtral-8x7b", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
+        ("gpt-oss-20b", {"num_experts_per_tok": -1}, "num_experts_per_tok is -1"),
+        ("deepseek-v3", {"n_group": 7}, "n_group is 7"),
+        ("deepseek-v3", {"n_group": 0}, "n_group is 0"),
+        ("deepseek-v3", {"topk_group": 9}, "topk_group is 9"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_named(
+    name: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(BadCheckpoint, match=named) as refused:
+        read_shape(published(name, **changes))
+    assert refused.value.ways_out
+
+
+def test_a_probed_family_is_refused_before_it_is_probed(tmp_path: Path) -> None:
+    families.build("olmoe", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_experts_per_tok": 5}
+    with pytest.raises(BadCheckpoint, match="num_experts_per_tok is 5"):
+        read_shape(config)
+
+
+def test_a_window_of_no_token_is_refused_in_a_probed_family(tmp_path: Path) -> None:
+    families.build("olmo3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"sliding_window": 0}
+    with pytest.raises(BadCheckpoint, match="layer 0 has a window of 0 tokens"):
+        read_shape(config)
+
+
+@pytest.mark.parametrize("expert", [1, 3])
+def test_a_checkpoint_that_lacks_an_expert_is_refused_by_its_name(
+    tmp_path: Path, expert: int
+) -> None:
+    families.build("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    lost = f"model.layers.1.mlp.experts.{expert}.up_proj"
+    save_file(
+        {name: tensor for name, tensor in load_file(file).items() if lost not in name}, file,
+        {"format": "pt"},
+    )  # fmt: skip
+    with pytest.raises(BadCheckpoint, match=lost) as refused:
+        LLM(str(tmp_path), device="cpu", kv_cache_memory="4MB", max_model_len=48)
+    assert refused.value.ways_out
+
+
+def test_experts_in_other_formats_and_experts_stored_together_lack_nothing() -> None:
+    apart = [f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (0, 2, 3)]
+    apart += [f"model.layers.0.mlp.experts.1.up_proj.{part}" for part in ("weight_packed", "scale")]
+    config = {"num_experts": 4, "num_experts_per_tok": 2}
+    assert refuse_lacking_experts(config, apart, Path("m")) is None
+    assert refuse_lacking_experts(config, apart[1:], Path("m")) is not None
+    assert refuse_lacking_experts({}, apart[:1] + apart[3:4], Path("m")) is None
+    together = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.gate.weight"]
+    assert refuse_lacking_experts(config, together, Path("m")) is None

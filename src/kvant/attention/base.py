@@ -36,6 +36,9 @@ class LongQuery:
 class Step:
     """One forward over packed sequences. It is passed as an argument and is never global.
 
+    Kernels may read its tensors while the kernel before them still runs. So at least one ordinary launch,
+    which starts after all launches before it have ended, lies between what writes them and the first layer.
+
     The sequences of a step are concatenated in the token dimension T.
     cu_seqlens_q: [num_seqs + 1] int32, offsets of each sequence's query tokens in T.
     seqlens_kv: [num_seqs] int32, tokens in the cache once this step's are written.

@@ -101,6 +101,13 @@ def test_the_work_map_is_written_once_only_for_many_sequences_and_few_rows() -> 
     assert not decode(200, wide=True).listed
 
 
+def test_work_is_found_ahead_unless_the_launch_before_may_have_written_what_it_depends_on() -> None:
+    assert decode(1).early
+    assert decode(24).early
+    assert not decode(MOST_SCANNED + 1).early
+    assert not decode(1, fixed_seqlen_kv=4096).early
+
+
 def test_a_cut_is_made_once_and_cannot_be_changed() -> None:
     assert decode(24) is decode(24)
     with pytest.raises(FrozenInstanceError):

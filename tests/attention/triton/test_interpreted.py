@@ -385,3 +385,15 @@ def test_items_of_one_query_are_joined_where_they_are_computed(
 ) -> None:
     case.cut_with(monkeypatch, FEWEST_JOINED=1)
     check(case.prepare(name, sequences=((90, 1), (17, 1), (1, 1)), padding=3, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 30}, {"padding": 1}], ids=str)
+def test_a_sequence_alone_finds_its_work_as_among_others(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = case.prepare(KVDtype.FP8_E4M3, sequences=((90, 1),), **options)
+    TritonBackend().write(x.cache, x.k, x.v, x.step)
+    alone = TritonBackend().attend(x.cache, x.q, x.step, x.params)
+    monkeypatch.setattr(backend, "lanes", lambda num_seqs: 128)
+    assert torch.equal(TritonBackend().attend(x.cache, x.q, x.step, x.params), alone)
+    assert case.error(alone, x.expected()) < 1e-3

@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from kvant.attention.base import HeadRotation
 from kvant.attention.long import list_long
 from kvant.attention.triton import backend as backend_module
-from kvant.attention.triton import dense_prefill, prefill
+from kvant.attention.triton import dense_prefill, launch, prefill
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.format import format_of
 from kvant.attention.triton.info import SERVED
@@ -379,6 +380,48 @@ def test_few_sequences_are_cut_into_many_parts(name: KVDtype, lengths: tuple[int
             dtype=torch.bfloat16, device="cuda",
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 200}, {"sinks": True, "padding": 2}], ids=str)
+@pytest.mark.parametrize("lengths", [(900,), (700, 1, 2049)], ids=str)
+def test_launches_ahead_give_the_bits_of_launches_one_after_another(
+    name: KVDtype,
+    options: dict[str, Any],
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = case.prepare(
+        name, heads=(32, 8), head_dims=(128, 128), sequences=[(n, 1) for n in lengths],
+        dtype=torch.bfloat16, device="cuda", **options,
+    )  # fmt: skip
+    angles = torch.rand(4096, 64, device="cuda").to(torch.bfloat16)
+    weight = torch.rand(128, device="cuda").to(torch.bfloat16)
+    rotation = HeadRotation(angles, angles, True, weight, weight, 1e-6)
+    qkv = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], dim=1)
+    given = [qkv.roll(shift, 1) for shift in range(30)]  # another token's rows each time
+
+    def run() -> list[torch.Tensor]:
+        backend, found = TritonBackend(), []
+        for rows in given:
+            q = backend.write_rotated(x.cache, rows, rotation, x.step)
+            found.append(backend.attend(x.cache, q, x.step, x.params))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "launches_ahead", lambda device: False)
+        expected = run()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            found = run()
+        for _ in range(3):
+            graph.replay()
+    torch.cuda.synchronize()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_pages_are_cleared_in_every_group_and_no_other_page_is_touched() -> None:

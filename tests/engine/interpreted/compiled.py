@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kvant.attention.base import HeadRotation
-from kvant.attention.triton import backend, both_decode
+from kvant.attention.triton import backend, both_decode, launch
 from kvant.attention.triton.backend import TritonBackend
 from kvant.execution.device_state import DeviceState
 from kvant.execution.triton_step import most_likely, plain_step, write_pages
@@ -73,6 +73,7 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
     for module in modules:
         module.has_ptx = module.is_nvidia = lambda device: True
         module.multiprocessors = lambda device: 132
+    launch.launches_ahead = lambda device: True  # type: ignore[assignment]
     if k is v and k.format.bits >= 8:
         for new in (1, 40):
             x = case.prepare(

@@ -28,6 +28,7 @@ from kvant.attention.triton.latent import latent_attention
 from kvant.attention.triton.latent_prefill import attend_expanded
 from kvant.attention.triton.launch import (
     ahead,
+    lanes,
     listed_items,
     pad,
     page_units,
@@ -432,6 +433,7 @@ def _launch_items(
         CAUSAL=step.causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
         FULL=full, DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
         JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join), FORM=0 if form is None else form.number,
+        EARLY=cut.early, LANES=lanes(cut.num_seqs),
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
 
@@ -496,7 +498,7 @@ def _launch_combine(
         CAUSAL=step.causal, WINDOW=window > 0, SINKS=params.sinks is not None,
         DIRECT=cut.direct, FIXED=cut.fixed, SEARCH=search, LISTED=cut.listed,
         ROTATION=block_length(head_v) if rotated else 0, FORM=0 if form is None else form.number,
-        num_warps=warps, **ahead(out.device),
+        EARLY=cut.early, LANES=lanes(cut.num_seqs), num_warps=warps, **ahead(out.device),
     )  # fmt: skip
 
 

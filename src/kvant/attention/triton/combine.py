@@ -21,7 +21,8 @@ def combine(
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     DIRECT: tl.constexpr, FIXED: tl.constexpr, SEARCH: tl.constexpr, LISTED: tl.constexpr,
-    ROTATION: tl.constexpr, AHEAD: tl.constexpr, FORM: tl.constexpr = 0,
+    ROTATION: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
+    FORM: tl.constexpr = 0,
 ):  # fmt: skip
     """Program: per_program query heads of a token; it finds its items once for all of them.
 
@@ -29,11 +30,12 @@ def combine(
     AT_ONCE at a time, in order.
     DIRECT: rows of one item were already written. SEARCH: whether the items were made with a search.
     LISTED: tokens is from `list_items`. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
-    sequence get zeros. AHEAD: launched while the kernel before still runs.
+    sequence get zeros. AHEAD, EARLY, LANES: as in `paged_attention`.
     """
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     first_head = tl.program_id(0) * per_program % (HEADS * GROUP)
     token = tl.program_id(0) * per_program // (HEADS * GROUP)
     if LISTED:
@@ -42,10 +44,13 @@ def combine(
         per_split = least
         if not FIXED:
             per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, SEARCH)  # fmt: skip
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, SEARCH, LANES)  # fmt: skip
         seq, first_item, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
-                                             GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+                                             GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED,
+                                             LANES)  # fmt: skip
     c = tl.arange(0, PAD)
+    if AHEAD and EARLY:
+        gdc_wait()
     first_out = (token.to(tl.int64) * (HEADS * GROUP) + first_head) * HEAD_V
     if seq < 0:
         for i in range(per_program):

@@ -68,6 +68,11 @@ class Cut:
         return self.parts and not self.join
 
     @property
+    def early(self) -> bool:
+        """Whether programs find their work while the kernel before, which wrote no lengths, still runs."""
+        return not (self.listed or self.fixed)
+
+    @property
     def parts_joined_at_once(self) -> tuple[int, int]:
         """Items of a row that `combine` joins at once, and its warps."""
         if self.fixed or self.items <= 8 * self.blocks:

@@ -19,6 +19,11 @@ from kvant.kernels.triton.device import launches_ahead
 from kvant.kv.pool import LayerCache
 
 
+def lanes(num_seqs: int) -> int:
+    """Sequences that a program scans at a time (`workmap`): one alone needs no sums over threads."""
+    return 1 if num_seqs == 1 else 128
+
+
 def ahead(device: torch.device) -> dict[str, Any]:
     """Options of a launch that may begin while the kernel before still runs, where devices can do that."""
     found = launches_ahead(device)
@@ -34,6 +39,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
     rotate_rows[(triton.cdiv(rows, 4),)](
         x, out, rows, 1.0 / block,
         HEAD=n, PAD=triton.next_power_of_2(n), SIZE=block, ROWS=4, num_warps=1,
+        **ahead(x.device),
     )  # fmt: skip
     return out
 

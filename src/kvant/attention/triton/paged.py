@@ -332,11 +332,12 @@ def attend_item(
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr, FORM: tl.constexpr,
+    WAIT: tl.constexpr = False,
 ):  # fmt: skip
     """Rows [ROWS, E * PAD_V] of one item divided by their sums, and their log-sum-exp [ROWS] in base 2.
 
     Arguments as of `paged_attention`. block: of the sequence's query rows; split: of `splits`. Values stored
-    rotated stay so.
+    rotated stay so. WAIT: waits for the kernel before, after it has read page ids.
     """
     ELEMENTS_K: tl.constexpr = K.elements
     ELEMENTS_V: tl.constexpr = V.elements
@@ -391,6 +392,22 @@ def attend_item(
         begin = start + split * step
         end = tl.minimum(end, begin + step)
 
+    pages = page_table + seq.to(tl.int64) * max_pages
+    # Tiles before the others: keys that are wide because they are first, and a tile with some of them.
+    before = 0 * begin
+    before_from = begin
+    if FORM == NARROW and not FIXED:
+        before = (begin < sink).to(tl.int32)
+    if FORM == WIDE:
+        before_from = first_key
+        before = tl.cdiv(tl.maximum(tl.minimum(tl.minimum(sink, start), end) - first_key, 0), TILE)
+    open_from = begin
+    if FORM == NARROW:
+        open_from = begin + before * TILE
+    first_page = page_ids(pages, open_from, end, TILE, PAGE)
+    if WAIT:
+        gdc_wait()
+
     # the query: largest magnitude of each row, then its parts
     token = (first_token + query).to(tl.int64)
     q_row = q_ptr + token * q_stride_token + query_head * q_stride_head
@@ -432,19 +449,7 @@ def attend_item(
     reference = SMALL
     if FIXED:
         reference = tl.full((ROWS,), SMALL, tl.float32)
-    pages = page_table + seq.to(tl.int64) * max_pages
-    # Tiles before the others: keys that are wide because they are first, and a tile with some of them.
-    before = 0 * begin
-    before_from = begin
-    if FORM == NARROW and not FIXED:
-        before = (begin < sink).to(tl.int32)
-    if FORM == WIDE:
-        before_from = first_key
-        before = tl.cdiv(tl.maximum(tl.minimum(tl.minimum(sink, start), end) - first_key, 0), TILE)
-    open_from = begin
-    if FORM == NARROW:
-        open_from = begin + before * TILE
-    state = (acc, top, den, zeros, reference, page_ids(pages, open_from, end, TILE, PAGE))
+    state = (acc, top, den, zeros, reference, first_page)
     masked_from = open_from
     # FIXED: which tiles need a mask depends on the other queries of the block, and two loops compiled
     # apart may round differently.
@@ -536,7 +541,7 @@ def paged_attention(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    FORM: tl.constexpr = 0,
+    EARLY: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr = 0,
 ):  # fmt: skip
     """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
 
@@ -552,31 +557,39 @@ def paged_attention(
     JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
     JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
     arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: launched while the kernel
-    before still runs.
+    before still runs. EARLY: the work map and page ids, which that kernel does not write, are read meanwhile.
+    LANES: see `launch.lanes`.
     FORM: 0, or which form of the keys it reads: NARROW from key `sink` on and without the latest `lag` keys
     of a query, and leaves `out`, in float32, and narrow_lse [T, HEADS * GROUP], in base 2; WIDE the first
     `sink` keys and a `window`, and joins narrow, which has the shape of `out`, and narrow_lse.
     """
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     ELEMENTS_V: tl.constexpr = V.elements
     ROTATION: tl.constexpr = HEAD_V & -HEAD_V
     head = tl.program_id(0) % HEADS
     item = tl.program_id(0) // HEADS
-    if JOIN > 0:  # tokens of no sequence get zeros
-        clear(out, tl.load(cu_seqlens_q + num_seqs) + item, num_tokens, tl.num_programs(0) // HEADS,
-               head, GROUP, HEADS, HEAD_V, ELEMENTS_V * PAD_V)  # fmt: skip
+    unused = num_tokens
+    if JOIN > 0:
+        unused = tl.load(cu_seqlens_q + num_seqs) + item  # tokens of no sequence get zeros
     per_split = least
     if LISTED:
         seq, first_item, splits = listed(items, item)
     else:
         if not FIXED:
             per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
-                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, True)  # fmt: skip
+                                        GROUP, ROWS, TILE, CAUSAL, WINDOW, True, LANES)  # fmt: skip
         seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
-                                            GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED)  # fmt: skip
+                                            GROUP, ROWS, TILE, CAUSAL, WINDOW and not FIXED,
+                                            LANES)  # fmt: skip
     if seq < 0:
+        if AHEAD and EARLY:
+            gdc_wait()
+        if JOIN > 0:
+            clear(out, unused, num_tokens, tl.num_programs(0) // HEADS, head, GROUP, HEADS, HEAD_V,
+                  ELEMENTS_V * PAD_V)  # fmt: skip
         return
     block = (item - first_item) // splits
     split = (item - first_item) % splits
@@ -589,8 +602,11 @@ def paged_attention(
         k_outer, v_outer, sinks, page_table, max_pages, seq, first_token, num_queries, length, head, block,
         split, splits, per_split, softmax_scale, cap, window, sink, lag,
         GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
-        CAUSAL, WINDOW, SOFTCAP, SINKS, FULL, DIRECT, FIXED, PTX, FORM,
+        CAUSAL, WINDOW, SOFTCAP, SINKS, FULL, DIRECT, FIXED, PTX, FORM, AHEAD and EARLY,
     )  # fmt: skip
+    if JOIN > 0:
+        clear(out, unused, num_tokens, tl.num_programs(0) // HEADS, head, GROUP, HEADS, HEAD_V,
+              ELEMENTS_V * PAD_V)  # fmt: skip
     r = block * ROWS + tl.arange(0, ROWS)
     there = r // GROUP < num_queries
     c = tl.arange(0, ELEMENTS_V * PAD_V)

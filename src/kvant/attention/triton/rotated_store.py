@@ -12,12 +12,12 @@ NO_NORM, ROUNDED, WIDE, ONE = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
-def _weighted(x, scale, weight, at, inside, NORM: tl.constexpr, dtype: tl.constexpr):
-    """Rows x, float32, normalised with their scales; rounds where modules round."""
+def _weighted(x, scale, w, NORM: tl.constexpr, dtype: tl.constexpr):
+    """Rows x, float32, normalised with their scales and weights w [columns]; rounds where modules round."""
     x *= scale
     if NORM == ROUNDED:
         x = x.to(dtype).to(tl.float32)
-    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
+    w = w.to(tl.float32)[None, :]
     if NORM == ONE:
         w += 1.0
     return (x * w).to(dtype).to(tl.float32)
@@ -27,11 +27,12 @@ def _weighted(x, scale, weight, at, inside, NORM: tl.constexpr, dtype: tl.conste
 def _rotated(
     x_ptr, at, token, there, cos, sin, positions, weight, eps,
     HEAD: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Rows [.., HEAD] that begin at `at`, of which the first ROTARY numbers turn in pairs (a, b).
 
-    (a, b) -> (a cos - b sin, b cos + a sin)
+    (a, b) -> (a cos - b sin, b cos + a sin). WAIT: waits for the kernel before, which writes the rows, once
+    weights and angles are read.
     """
     HALF: tl.constexpr = ROTARY // 2
     c = tl.arange(0, PAD)
@@ -44,18 +45,12 @@ def _rotated(
         is_first = c < HALF
         partner = tl.where(turns, tl.where(is_first, c + HALF, c - HALF), c)
         angle = tl.where(is_first, c, c - HALF)
-    mask = there[:, None] & (c < HEAD)[None, :]
-    x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
-    dtype: tl.constexpr = x.dtype
-    x = x.to(tl.float32)
-    scale = x  # for a norm alone
     if NORM != NO_NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD + eps)[:, None]
-        x = _weighted(x, scale, weight, c, c < HEAD, NORM, dtype)
+        w = tl.load(weight + c, mask=c < HEAD, other=0.0)
+        partner_w = tl.load(weight + partner, mask=c < HEAD, other=0.0)
+    if WAIT and not BY_POSITION:  # the step's own angles may have been computed just before
+        gdc_wait()
     if ROTARY > 0:
-        y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
-        if NORM != NO_NORM:
-            y = _weighted(y, scale, weight, partner, c < HEAD, NORM, dtype)
         place = token.to(tl.int64)
         if BY_POSITION:
             place = tl.load(positions + token, mask=there, other=0)
@@ -63,6 +58,21 @@ def _rotated(
         angles = place[:, None] * HALF + angle[None, :]
         a = tl.load(cos + angles, mask=from_table, other=1.0).to(tl.float32)
         b = tl.load(sin + angles, mask=from_table, other=0.0).to(tl.float32)
+    if WAIT and BY_POSITION:
+        gdc_wait()
+    mask = there[:, None] & (c < HEAD)[None, :]
+    x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    scale = x  # for a norm alone
+    if ROTARY > 0:
+        y = tl.load(x_ptr + at[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if NORM != NO_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / HEAD + eps)[:, None]
+        x = _weighted(x, scale, w, NORM, dtype)
+    if ROTARY > 0:
+        if NORM != NO_NORM:
+            y = _weighted(y, scale, partner_w, NORM, dtype)
         x = x * a + tl.where(is_first[None, :], -y, y) * b
     return x.to(dtype)
 
@@ -87,7 +97,6 @@ def rotate_and_store(
     """
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
     block = tl.program_id(0)
     q_blocks = tl.cdiv(num_tokens * Q_HEADS, ROWS)
     kv_blocks = tl.cdiv(num_tokens * HEADS, ROWS)
@@ -97,7 +106,7 @@ def rotate_and_store(
         there = token < num_tokens
         at = token.to(tl.int64) * stride_token + r % Q_HEADS * (Q_STEP * HEAD)
         x = _rotated(qkv, at, token, there, cos, sin, positions, q_weight, eps,
-                     HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip
+                     HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION, AHEAD)  # fmt: skip
         c = tl.arange(0, PAD)
         tl.store(q_out + r.to(tl.int64)[:, None] * HEAD + c[None, :], x,
                  mask=there[:, None] & (c < HEAD)[None, :])  # fmt: skip
@@ -113,10 +122,12 @@ def rotate_and_store(
         at = token.to(tl.int64) * stride_token + (Q_HEADS * Q_STEP + head) * HEAD
         if is_k:
             x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
-                         HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION)  # fmt: skip
+                         HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION, AHEAD)  # fmt: skip
             encode_rows(x, page, small, head, there, k_codes, k_scales, page_units, k_outer, counts,
                         MOST_K, K, OUTER_K, HEAD, PAD, ROWS, PTX)  # fmt: skip
         else:
+            if AHEAD:
+                gdc_wait()
             c = tl.arange(0, PAD)
             x = tl.load(qkv + (at + HEADS * HEAD)[:, None] + c[None, :],
                         mask=there[:, None] & (c < HEAD)[None, :], other=0.0)  # fmt: skip

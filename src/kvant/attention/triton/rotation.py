@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -28,9 +29,14 @@ def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=("rows",))
 def rotate_rows(
     x_ptr, out_ptr, rows, by,
-    HEAD: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+    HEAD: tl.constexpr, PAD: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, HEAD] float32 = Hadamard(x [rows, HEAD]) * by."""
+    """out [rows, HEAD] float32 = Hadamard(x [rows, HEAD]) * by. AHEAD: launched while the kernel before still
+    runs.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+        gdc_wait()
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, PAD)
     mask = (r < rows)[:, None] & (c < HEAD)[None, :]

@@ -14,15 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LANES = tl.constexpr(128)
 TRIALS = tl.constexpr(4)
 
 
 @triton.jit
 def _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
                GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """For LANES sequences from `first`: row blocks, and the longest span of one in key tiles."""
+               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """For LANES sequences from `first`: row blocks, and the longest span of one in key tiles.
+
+    LANES: 128, or 1 for a sequence alone, whose sums need no other threads.
+    """
     i = first + tl.arange(0, LANES)
     there = i < num_seqs
     n = tl.load(cu_seqlens_q + i + 1, mask=there, other=0)
@@ -42,7 +44,8 @@ def splits_of(tiles, per_split):
 @triton.jit
 def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
                     GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEARCH: tl.constexpr):  # fmt: skip
+                    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEARCH: tl.constexpr,
+                    LANES: tl.constexpr = 128):  # fmt: skip
     """Key tiles in one item: `least`, or more if the batch would make more than `target` items
     besides one for each row block.
 
@@ -52,9 +55,8 @@ def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
     total = 0
     row_blocks = 0
     for first in range(0, num_seqs, LANES):
-        blocks, tiles = _sequences(
-            first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
-        )
+        blocks, tiles = _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                   GROUP, ROWS, TILE, CAUSAL, WINDOW, LANES)  # fmt: skip
         total += tl.sum(blocks * tiles, 0)
         row_blocks += tl.sum(blocks, 0)
     per_split = tl.maximum(tl.cdiv(total, target), least)
@@ -66,7 +68,7 @@ def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
             items = tl.zeros((TRIALS,), tl.int32)
             for first in range(0, num_seqs, LANES):
                 blocks, tiles = _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
-                                           GROUP, ROWS, TILE, CAUSAL, WINDOW)  # fmt: skip
+                                           GROUP, ROWS, TILE, CAUSAL, WINDOW, LANES)  # fmt: skip
                 items += tl.sum(blocks[:, None] * tl.cdiv(tiles[:, None], trial[None, :]), 0)
             fits = items <= target + row_blocks
             per_split = tl.min(tl.where(fits, trial, per_split), 0)
@@ -76,16 +78,15 @@ def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
 @triton.jit
 def find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
               GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-              CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+              CAUSAL: tl.constexpr, WINDOW: tl.constexpr, LANES: tl.constexpr = 128):  # fmt: skip
     """(sequence or -1, its first item, its splits) of an item."""
     seq = -1
     start = 0
     splits = 1
     base = 0
     for first in range(0, num_seqs, LANES):
-        blocks, tiles = _sequences(
-            first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
-        )
+        blocks, tiles = _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                   GROUP, ROWS, TILE, CAUSAL, WINDOW, LANES)  # fmt: skip
         parts = splits_of(tiles, per_split)
         items = blocks * parts
         end = base + tl.cumsum(items, 0)
@@ -102,16 +103,15 @@ def find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
 @triton.jit
 def find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, window,
                GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-               CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+               CAUSAL: tl.constexpr, WINDOW: tl.constexpr, LANES: tl.constexpr = 128):  # fmt: skip
     """(sequence or -1, its first item, its splits) of a query token."""
     seq = -1
     start = 0
     splits = 1
     base = 0
     for first in range(0, num_seqs, LANES):
-        blocks, tiles = _sequences(
-            first, cu_seqlens_q, seqlens_kv, num_seqs, window, GROUP, ROWS, TILE, CAUSAL, WINDOW
-        )
+        blocks, tiles = _sequences(first, cu_seqlens_q, seqlens_kv, num_seqs, window,
+                                   GROUP, ROWS, TILE, CAUSAL, WINDOW, LANES)  # fmt: skip
         parts = splits_of(tiles, per_split)
         items = blocks * parts
         lane = tl.arange(0, LANES)

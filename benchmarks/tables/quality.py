@@ -160,6 +160,15 @@ def tuned_for_kl(data: Any) -> Cells:
     return _tuned_rows(named)
 
 
+@table("tune-wide", "smollm2-tune-wide.json")
+def tuned_with_wide_rows(data: Any) -> Cells:
+    rows = data["wide_rows"]
+    policy = f"policy, --budget 4.5bits, first {rows['sink']}, last {rows['recent']}"
+    wide = f", first {rows['sink']}, last {rows['recent']}"
+    uniform = {name.replace(", wide rows", wide): one for name, one in data["uniform"].items()}
+    return _tuned_rows({policy: data["policy"], **uniform})
+
+
 @table("tune-calibrated", "smollm2-tune-calibrated.json", "smollm2-tune.json")
 def tuned_calibrated(data: Any, plain: Any) -> Cells:
     rows = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 
 from kvant.server.app import ENDPOINTS as ROUTES
-from kvant.server.parameters import NOT_OFFERED, Table
+from kvant.server.parameters import INSIDE, NOT_OFFERED, Inside, Table
+from kvant.server.unserved import objects_of
 
 DOC = Path(__file__).resolve().parent.parent / "docs" / "parameters.md"
 ENDPOINTS = {one.path: (one.body, one.parameters) for one in ROUTES if one.body is not None}
@@ -24,6 +25,13 @@ that clients send.
 - **no effect**: it cannot change an answer.
 
 Any other parameter is a 400 that names it.
+"""
+OBJECTS = """
+## Inside objects
+
+The same holds for objects in bodies. Objects that clients send back as a server gave them (messages, items,
+blocks) may have other fields too: these have no effect, and the server logs each name once. Other objects
+get 400.
 """
 
 
@@ -54,10 +62,41 @@ def written() -> str:
         if others:
             parts.append("\n| parameter | state | instead, or why |\n|---|---|---|\n")
             parts += [f"| `{name}` | {state} | {why} |\n" for _, name, state, why in others]
+    parts.append(OBJECTS)
+    for kind, (path, places) in objects().items():
+        inside = INSIDE.get(kind.__name__, Inside())
+        end = " Other fields are logged." if inside.is_history else ""
+        paths = ", ".join(f"`{place}`" for place in places)
+        parts.append(
+            f"\n{paths} of `{path}`:{end}\n\n{filled('Works: ', sorted(kind.__struct_fields__))}\n"
+        )
+        states = {name: ("refused", one.way_out) for name, one in inside.refused.items()}
+        states |= {name: ("no effect", why) for name, why in inside.no_effect.items()}
+        if states:
+            parts.append("\n| field | state | instead, or why |\n|---|---|---|\n")
+            parts += [f"| `{name}` | {state} | {why} |\n" for name, (state, why) in states.items()]
     parts.append("\n## Endpoints of other servers\n\nThey get 404 with `code` `not_offered`.\n\n")
     parts.append("| path | instead, or why |\n|---|---|\n")
     parts += [f"| `{path}` | {why} |\n" for path, why in NOT_OFFERED.items()]
     return "".join(parts)
+
+
+def objects() -> dict[type[msgspec.Struct], tuple[str, list[str]]]:
+    """The types of objects in bodies: the first endpoint that takes them, and their paths in bodies."""
+    found: dict[type[msgspec.Struct], tuple[str, list[str]]] = {}
+
+    def walk(kind: type[msgspec.Struct], endpoint: str, path: str) -> None:
+        for name, inner in objects_of(kind).items():
+            _, known = found.setdefault(inner, (endpoint, []))
+            place = f"{path}{name}"
+            if place not in known:
+                known.append(place)
+                if inner is not kind:  # a block may have blocks
+                    walk(inner, endpoint, f"{place}.")
+
+    for endpoint, (body, _) in ENDPOINTS.items():
+        walk(body, endpoint, "")
+    return found
 
 
 def filled(start: str, names: list[str]) -> str:

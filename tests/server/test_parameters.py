@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import openai.types.chat as of_chat
+import openai.types.responses as of_responses
+import openai.types.shared_params as shared
 import pytest
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
-from scripts.parameters_doc import ENDPOINTS, rows
+from openai.types.responses import response_create_params, response_input_param
+from scripts.parameters_doc import ENDPOINTS, objects, rows
 
+from kvant.server import unserved
 from kvant.server.api_error import ApiError
-from kvant.server.parameters import IN_STRUCTURED_OUTPUTS, NOT_OFFERED, Table
-from kvant.server.requests import refuse_unserved
+from kvant.server.parameters import INSIDE, NOT_OFFERED, Inside, Table
+from kvant.server.unserved import refuse_unserved
 from tests.server.harness import Server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,16 +106,146 @@ def test_each_parameter_is_what_its_row_says(path: str) -> None:
             assert refused.value.param == name
             assert name in refused.value.message
         else:
-            refuse_unserved({name: {"strange": "value"}}, body, table)
+            refuse_unserved({name: "strange"}, body, table)
         refuse_unserved({name: None}, body, table)
     with pytest.raises(ApiError) as unknown:
         refuse_unserved({"no_such_field": 0}, body, table)
     assert unknown.value.param == "no_such_field"
 
 
-def test_what_structured_outputs_may_not_have_is_refused() -> None:
-    for name, one in IN_STRUCTURED_OUTPUTS.items():
-        assert not one.is_neutral({"strange": "value"}), name
+OBJECTS = {kind.__name__: (kind, place) for kind, place in objects().items()}
+
+
+def _inner_of_openai() -> dict[str, list[Any]]:
+    call = of_chat.chat_completion_message_function_tool_call_param
+    return {
+        "ChatMessage": [
+            getattr(of_chat, f"ChatCompletion{role}MessageParam")
+            for role in ("System", "Developer", "User", "Assistant", "Tool")
+        ],
+        "ContentPart": [of_chat.ChatCompletionContentPartTextParam],
+        "MadeCall": [of_chat.ChatCompletionMessageFunctionToolCallParam],
+        "CalledFunction": [call.Function],
+        "ToolSpec": [of_chat.ChatCompletionFunctionToolParam],
+        "FunctionSpec": [shared.FunctionDefinition],
+        "NamedTool": [of_chat.ChatCompletionNamedToolChoiceParam],
+        "StreamOptions": [of_chat.ChatCompletionStreamOptionsParam],
+        "ResponseFormat": [shared.ResponseFormatJSONSchema, shared.ResponseFormatText],
+        "JsonSchema": [shared.response_format_json_schema.JSONSchema],
+        "Item": [
+            of_responses.EasyInputMessageParam, of_responses.ResponseOutputMessageParam,
+            of_responses.ResponseReasoningItemParam, of_responses.ResponseFunctionToolCallParam,
+            response_input_param.Message, response_input_param.FunctionCallOutput,
+        ],
+        "Content": [
+            of_responses.ResponseInputTextParam, of_responses.ResponseOutputTextParam,
+            of_responses.ResponseOutputRefusalParam,
+        ],
+        "Tool": [of_responses.FunctionToolParam],
+        "ToolChoice": [of_responses.ToolChoiceFunctionParam, of_responses.ToolChoiceAllowedParam],
+        "TextConfig": [of_responses.ResponseTextConfigParam],
+        "Reasoning": [shared.Reasoning],
+        "ResponseStreamOptions": [response_create_params.StreamOptions],
+    }  # fmt: skip
+
+
+def _inner_of_anthropic() -> dict[str, list[Any]]:
+    types = pytest.importorskip("anthropic.types")
+    beta = pytest.importorskip("anthropic.types.beta")
+
+    def both(name: str) -> list[Any]:
+        return [getattr(types, f"{name}Param"), getattr(beta, f"Beta{name}Param")]
+
+    return {
+        "Block": [
+            *both("TextBlock"), *both("ThinkingBlock"), *both("ToolUseBlock"), *both("ToolResultBlock"),
+        ],
+        "Turn": [types.UserMessageParam, types.AssistantMessageParam],
+        "MessagesTool": both("Tool"),
+        "MessagesToolChoice": [*both("ToolChoiceAuto"), *both("ToolChoiceTool"), *both("ToolChoiceAny")],
+        "Thinking": [*both("ThinkingConfigEnabled"), *both("ThinkingConfigAdaptive")],
+        "OutputConfig": both("OutputConfig"),
+        "OutputFormat": both("JSONOutputFormat"),
+    }  # fmt: skip
+
+
+def test_the_tables_have_every_field_of_the_objects_of_other_apis() -> None:
+    for known in (_inner_of_openai(), _inner_of_anthropic()):
+        for name, types in known.items():
+            kind, _ = OBJECTS[name]
+            inside = INSIDE.get(name, Inside())
+            ours = {*kind.__struct_fields__, *inside.refused, *inside.no_effect}
+            for one in types:
+                missing = get_type_hints(one).keys() - ours
+                assert not missing, (name, one, missing)
+
+
+def _nested(name: str, inner: dict[str, Any]) -> tuple[type[Any], Table, dict[str, Any]]:
+    """A body's type and table, and a body with `inner` as the object of this type."""
+    _, (endpoint, places) = OBJECTS[name]
+    body, table = ENDPOINTS[endpoint]
+    found: Any = inner
+    for part in reversed(places[0].split(".")):
+        found = {part: found}
+    return body, table, found
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTS))
+def test_each_field_of_an_object_is_what_its_row_says(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unserved, "_ignored", set())
+    inside = INSIDE.get(name, Inside())
+    kind, _ = OBJECTS[name]
+    assert not {*kind.__struct_fields__} & {*inside.refused, *inside.no_effect}, "it works"
+    like = {} if inside.types is None else {"type": next(iter(inside.types))}
+    for field, one in inside.refused.items():
+        assert not one.is_neutral({"strange": "value"})
+        with pytest.raises(ApiError) as refused:
+            refuse_unserved(*_swapped(_nested(name, {**like, field: {"strange": "value"}})))
+        assert refused.value.status == 400
+        assert (refused.value.param or "").endswith(f".{field}")
+    for field in inside.no_effect:
+        refuse_unserved(*_swapped(_nested(name, {**like, field: {"strange": "value"}})))
+    unknown = _swapped(_nested(name, {**like, "no_such_field": 0}))
+    with caplog.at_level(logging.WARNING):
+        if inside.is_history:
+            refuse_unserved(*unknown)
+            refuse_unserved(*unknown)
+        else:
+            with pytest.raises(ApiError) as refused:
+                refuse_unserved(*unknown)
+            assert (refused.value.param or "").endswith(".no_such_field")
+    told = [line for line in caplog.messages if f"{name}.no_such_field" in line]
+    assert len(told) == inside.is_history, "an ignored name is logged once"
+
+
+def _swapped(given: tuple[type[Any], Table, dict[str, Any]]) -> tuple[Any, Any, Any]:
+    body, table, raw = given
+    return raw, body, table
+
+
+def test_the_tables_of_objects_are_those_of_bodies() -> None:
+    assert INSIDE.keys() <= OBJECTS.keys()
+
+
+def test_objects_in_lists_are_named_with_their_place(server: Server) -> None:
+    tool = {"type": "function", "function": {"name": "f"}, "strict": True}
+    hello = [{"role": "user", "content": "hi"}]
+    for path, more, param in (
+        ("/v1/chat/completions", {"messages": hello, "tools": [tool]}, "tools[0].strict"),
+        ("/v1/responses", {"input": "hi", "reasoning": {"depth": 3}}, "reasoning.depth"),
+        ("/v1/responses", {"input": "hi", "text": {"shape": 3}}, "text.shape"),
+    ):
+        answer = server.post(path, more)
+        assert answer.status == 400
+        assert answer.error["param"] == param
+    echoed = {"role": "assistant", "content": "x", "some_servers_field": 1}
+    body = {"messages": [*hello, echoed, *hello], "max_tokens": 1}
+    assert server.post("/v1/chat/completions", body).status == 200
+    search = {"type": "web_search_preview", "filters": {}}
+    answer = server.post("/v1/responses", {"input": "hi", "tools": [search]})
+    assert "declare it as a function" in answer.error["message"]
 
 
 def test_a_bodys_types_are_read_whole() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from kvant.errors import RequestError
 from kvant.server.messages import Failure
 
+_MOST_SHOWN = 64
+
 
 class ApiError(Exception):
     """One error response. retry_after: seconds, if the client should retry."""
@@ -128,3 +130,8 @@ CODES: Mapping[str, tuple[int, str, str]] = {
     "too_many_connections": (503, "All connections are taken.", "`--max-connections`"),
 }  # fmt: skip
 """Every `code` of an error: its HTTP status, its meaning, and the way out."""
+
+
+def shown(text: str) -> str:
+    """Returns a client's text, shortened for an error message."""
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + ".."

@@ -63,7 +63,6 @@ from kvant.server.requests import (
     parse,
     read_chat,
     read_completion,
-    refuse_unserved,
     tool_specs,
 )
 from kvant.server.responses.handle import (
@@ -85,6 +84,7 @@ from kvant.server.responses.wire import (
 from kvant.server.routers import loads, render_chat, render_completion
 from kvant.server.service import Service
 from kvant.server.sessions import delete_session, list_sessions, restore_session, save_session
+from kvant.server.unserved import refuse_unserved
 
 _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
@@ -176,7 +176,7 @@ async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, 
         raise bad_request("this model has no tokenizer", "prompt")
     try:
         if given.messages is not None:
-            talk = conversation(given, raw, facts)
+            talk = conversation(given, facts)
             if given.tools:
                 talk = replace(talk, tools=tool_specs(given.tools, facts))
             special = given.add_special_tokens is True

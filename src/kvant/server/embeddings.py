@@ -24,9 +24,9 @@ from kvant.server.requests import (
     parse,
     read_prompts,
     read_salt,
-    refuse_unserved,
     renamed,
 )
+from kvant.server.unserved import refuse_unserved
 
 MOST_INPUTS = 2048
 """Most inputs of one request, as in OpenAI's API."""

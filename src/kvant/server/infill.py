@@ -24,9 +24,9 @@ from kvant.server.requests import (
     check_model,
     parse,
     read_text,
-    refuse_unserved,
 )
 from kvant.server.service import Running, Sequence
+from kvant.server.unserved import refuse_unserved
 
 _OWN = frozenset(
     {

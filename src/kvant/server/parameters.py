@@ -321,21 +321,115 @@ NOT_OFFERED: Mapping[str, str] = {
 }
 """Endpoints of other servers, without /v1, and what to do instead."""
 
-IN_MESSAGES: Mapping[str, Refused] = {
-    "function_call": Refused(way_out="use tool_calls"),
-    "audio": _TEXT_ONLY,
-    "refusal": _NEVER,
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The fields of an object in a body that its type does not have; see `Table`.
+
+    is_history: clients send the object back as some server gave it, so an unknown field is logged once and
+    not refused. types: the values of `type` whose fields are known; other types are refused elsewhere. None
+    means all.
+    """
+
+    refused: Mapping[str, Refused] = field(default_factory=dict)
+    no_effect: Mapping[str, str] = field(default_factory=dict)
+    is_history: bool = False
+    types: frozenset[str | None] | None = None
+
+
+_CALLERS = Refused(_is(["direct"]), "the client runs the function")
+_DEFERRED = Refused(_is(False), "leave the tool out until it is needed")
+_MARKED = {"cache_control": _CACHE, "prompt_cache_breakpoint": _CACHE}
+_SHOWN_BEFORE = "belongs to an answer that was given"
+_HISTORY = Inside(is_history=True)
+INSIDE: Mapping[str, Inside] = {
+    "ChatMessage": Inside(
+        {
+            "function_call": Refused(way_out="use tool_calls"),
+            "audio": _TEXT_ONLY,
+            "refusal": _NEVER,
+        },
+        {"annotations": _SHOWN_BEFORE, "cache_control": _CACHE},
+        is_history=True,
+    ),
+    "ContentPart": Inside({}, _MARKED, is_history=True),
+    "MadeCall": Inside({}, {"index": "the list has an order"}, is_history=True),
+    "CalledFunction": _HISTORY,
+    "ToolSpec": Inside(
+        {name: Refused(way_out="put it into `function`") for name in ("strict", "parameters")},
+        {"cache_control": _CACHE},
+    ),
+    "FunctionSpec": Inside({}, {"cache_control": _CACHE}),
+    "StructuredBody": Inside(
+        {
+            "structural_tag": _NEVER,
+            "whitespace_pattern": _NEVER,
+            "disable_any_whitespace": _FALSE,
+            "disable_additional_properties": _FALSE,
+            # There is one way to do it, so there is no fallback.
+            "disable_fallback": Refused(_is(False, True)),
+            "backend": Refused(_is("guidance", "auto")),
+        }
+    ),
+    "InfillFile": Inside({}, {"time": "the list has an order"}),
+    "Item": Inside(
+        {},
+        {
+            **dict.fromkeys(("id", "status", "phase", "caller"), _SHOWN_BEFORE),
+            "encrypted_content": "reasoning is read as text",
+            "namespace": "names of functions are whole",
+            "async": "the conversation tells what was answered",
+        },
+        is_history=True,
+    ),
+    "Content": Inside(
+        {}, {**_MARKED, "annotations": _SHOWN_BEFORE, "logprobs": _SHOWN_BEFORE}, is_history=True
+    ),
+    "Tool": Inside(
+        {
+            "allowed_callers": _CALLERS,
+            "async": Refused(_is(False), "calls are made by the client"),
+            "defer_loading": _DEFERRED,
+        },
+        {"output_schema": "describes what the client answers", "cache_control": _CACHE},
+        types=frozenset({"function"}),
+    ),
+    "ToolChoice": Inside(types=frozenset({"function", "allowed_tools"})),
+    "Reasoning": Inside(
+        {
+            "context": Refused(_is("auto"), "send the reasoning as items"),
+            "mode": _NEVER,
+            "max_tokens": Refused(way_out="use thinking_token_budget"),
+        }
+    ),
+    "Turn": _HISTORY,
+    "Block": Inside(
+        {},
+        {
+            **_MARKED,
+            **dict.fromkeys(("citations", "caller"), _SHOWN_BEFORE),
+            "signature": "thinking is read as text",
+            "toolset_name": "names of functions are whole",
+        },
+        is_history=True,
+    ),
+    "MessagesTool": Inside(
+        {
+            "allowed_callers": _CALLERS,
+            "defer_loading": _DEFERRED,
+            "input_examples": Refused(_is([]), "put them into the description"),
+        },
+        {
+            "cache_control": _CACHE,
+            "eager_input_streaming": "arguments come as soon as they are written",
+        },
+        types=frozenset({None, "custom"}),
+    ),
+    "Thinking": Inside({"block_binding": _NEVER}),
+    "OutputConfig": Inside({"task_budget": Refused(way_out="use max_tokens")}),
 }
-IN_STRUCTURED_OUTPUTS: Mapping[str, Refused] = {
-    "structural_tag": _NEVER,
-    "whitespace_pattern": _NEVER,
-    "disable_any_whitespace": _FALSE,
-    "disable_additional_properties": _FALSE,
-    "disable_fallback": Refused(
-        _is(False, True)
-    ),  # there is one way to do it, so there is no fallback
-    "backend": Refused(_is("guidance", "auto")),
-}
+"""Objects in bodies, by the name of their type. A type that is not here refuses every other field."""
+
 RESERVED_TEMPLATE_NAMES = frozenset(
     {
         "messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize",

@@ -5,11 +5,10 @@ The functions are pure. For any bytes they return or raise ApiError, before anyt
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -20,20 +19,17 @@ from kvant.models.pooling import Pooling
 from kvant.sampling.sampling_params import EMBEDDING, PARAMS, SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
 from kvant.sampling.thinking import NO_THINKING, UNLIMITED
-from kvant.server.api_error import ApiError, bad_request, of_request
+from kvant.server.api_error import ApiError, bad_request, of_request, shown
 from kvant.server.call_grammar import TokenId, call_grammar
 from kvant.server.config import Limits
 from kvant.server.fill import FillForm
 from kvant.server.parameters import (
     CHAT,
     COMPLETIONS,
-    IN_MESSAGES,
-    IN_STRUCTURED_OUTPUTS,
     RESERVED_TEMPLATE_NAMES,
-    Refused,
-    Table,
 )
 from kvant.server.reply import Tools, writes_reasoning
+from kvant.server.unserved import note_ignored, refuse_unserved
 from kvant.server.wire import (
     ChatBody,
     ChatMessage,
@@ -52,7 +48,6 @@ COMPLETION_TOKENS = 16
 
 _SALT = re.compile(r"[A-Za-z0-9_-]+")
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_MOST_SHOWN = 64
 _MOST_DIGITS = 18
 _MOST_TOOLS = 128
 _log = logging.getLogger(__name__)
@@ -261,7 +256,7 @@ def _of_chat(body: ChatBody, raw: Raw, limits: Limits, facts: Facts) -> Generati
         logprobs = _at_most(body.top_logprobs or 0, limits.top_logprobs, "top_logprobs")
     elif body.top_logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-    talk = conversation(body, raw, facts)
+    talk = conversation(body, facts)
     tools = _tools(body, facts)
     if tools is not None:
         talk = replace(talk, tools=tools.specs)
@@ -369,7 +364,6 @@ def _generation(
     limits: Limits,
     facts: Facts,
 ) -> Generation:
-    _check_structured_outputs(raw)
     _check_metadata(body.metadata, limits)
     n = _at_most(body.n or 1, limits.n, "n")
     if n * max(1, len(prompts)) > limits.sequences:
@@ -604,7 +598,7 @@ def read_prompts(given: str | list[Any], limits: Limits, facts: Facts) -> tuple[
     return tuple(found)
 
 
-def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conversation:
+def conversation(body: ChatBody | TokenizeBody, facts: Facts) -> Conversation:
     """Returns the messages for the chat template, with text parts joined and role developer as system."""
     if not body.messages:
         raise bad_request("messages is empty", "messages")
@@ -613,10 +607,7 @@ def conversation(body: ChatBody | TokenizeBody, raw: Raw, facts: Facts) -> Conve
             "this model has no tokenizer: use /v1/completions with token ids", "messages"
         )
     found = []
-    for index, (message, as_sent) in enumerate(zip(body.messages, raw["messages"], strict=True)):
-        if extra := _extra(as_sent, ChatMessage):
-            unknown = _refuse(extra, IN_MESSAGES, where=f"messages[{index}].")
-            note_ignored(f"messages.{name}" for name in unknown)
+    for index, message in enumerate(body.messages):
         role = "system" if message.role == "developer" else message.role
         text = message.content
         if text is None and (message.tool_calls or message.reasoning_content or message.reasoning):
@@ -879,11 +870,6 @@ def check_prompt_logprobs(prompts: list[tuple[int, ...]], wanted: Generation, mo
         )
 
 
-def shown(text: str) -> str:
-    """Returns a client's text, shortened for an error message."""
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + ".."
-
-
 def needed(given: msgspec.Struct, field: str, where: str) -> str:
     """Returns a field's text. Raises ApiError 400 if it is None. where: the path of `given` in the body."""
     value = getattr(given, field)
@@ -930,61 +916,3 @@ def _at_most(value: int, most: int, name: str, unit: str = "") -> int:
     if value > most:
         raise bad_request(f"{name}: {value} {unit}".strip() + f"; the limit is {most}", name)
     return value
-
-
-# -- fields that no type has -------------------------------------------------------------------
-
-_ignored: set[str] = set()
-_MOST_IGNORED = 100
-
-
-def refuse_unserved(raw: Raw, known: type[msgspec.Struct], table: Table) -> None:
-    """Raises ApiError 400 for a field of the body that is refused or unknown."""
-    extra = _extra(raw, known)
-    for name in sorted(_refuse(extra, table.refused)):
-        if name not in table.no_effect:
-            raise bad_request(f"{shown(name)}: this endpoint has no such parameter", shown(name))
-
-
-def _refuse(
-    extra: Mapping[str, object], refused: Mapping[str, Refused], *, where: str = ""
-) -> list[str]:
-    """Raises ApiError 400 for a refused field with a value that is not neutral. Returns unknown names."""
-    unknown = []
-    for name, value in extra.items():
-        if name not in refused:
-            unknown.append(name)
-        elif value is not None and not refused[name].is_neutral(value):
-            way_out = refused[name].way_out and f": {refused[name].way_out}"
-            raise bad_request(
-                f"{where}{name} is not offered by this server{way_out}", f"{where}{name}"
-            )
-    return unknown
-
-
-def note_ignored(names: Iterable[str]) -> None:
-    """Logs each ignored name once. Clients choose the names, so the number of lines is bounded."""
-    for name in map(shown, names):
-        if name not in _ignored and len(_ignored) < _MOST_IGNORED:
-            _ignored.add(name)
-            _log.warning("requests set %s, which has no effect here", ascii(name))
-
-
-def _extra(raw: Mapping[str, Any], known: type[msgspec.Struct]) -> dict[str, Any]:
-    return {name: raw[name] for name in raw.keys() - _fields(known)}
-
-
-@functools.cache
-def _fields(known: type[msgspec.Struct]) -> frozenset[str]:
-    return frozenset(known.__struct_fields__)
-
-
-def _check_structured_outputs(raw: Raw) -> None:
-    """Raises ApiError 400 for refused or unknown fields of structured_outputs."""
-    given = raw.get("structured_outputs")
-    if isinstance(given, dict):
-        name = "structured_outputs"
-        extra = _extra(given, StructuredBody)
-        if _refuse(extra, IN_STRUCTURED_OUTPUTS, where=f"{name}."):
-            known = ", ".join(StructuredBody.__struct_fields__)
-            raise bad_request(f"{name} has no such form; known: {known}", name)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvant.server.anthropic.wire import Block, CountBody, MessagesBody, MessagesTool, Turn
-from kvant.server.api_error import bad_request
+from kvant.server.api_error import bad_request, shown
 from kvant.server.config import Limits
 from kvant.server.parameters import MESSAGES
 from kvant.server.reply import writes_reasoning
@@ -20,9 +20,8 @@ from kvant.server.requests import (
     needed,
     parse,
     read_conversation,
-    refuse_unserved,
-    shown,
 )
+from kvant.server.unserved import refuse_unserved
 
 _NAMES = {
     "messages": "messages",
@@ -71,7 +70,8 @@ def _read(body: CountBody, chat: dict[str, Any], limits: Limits, facts: Facts) -
     if body.thinking is not None and body.thinking.type == "enabled":
         chat["thinking_token_budget"] = body.thinking.budget_tokens
     found = read_conversation(chat, limits, facts, names=_NAMES)
-    return replace(found, include_reasoning=thinks is not False)
+    is_hidden = body.thinking is not None and body.thinking.display == "omitted"
+    return replace(found, include_reasoning=thinks is not False and not is_hidden)
 
 
 # -- messages ----------------------------------------------------------------------------------

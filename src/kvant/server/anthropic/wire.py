@@ -46,11 +46,14 @@ class MessagesToolChoice(Struct, frozen=True):
 
 
 class Thinking(Struct, frozen=True):
-    """Whether to think. budget_tokens: the most tokens of thinking, if the type is "enabled"."""
+    """Whether to think. budget_tokens: the most tokens of thinking, if the type is "enabled".
+
+    display: omitted leaves thinking out of the answer; summarized shows it whole.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=0, le=INT64 - 1)] | None = None
-    display: str | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(Struct, frozen=True):

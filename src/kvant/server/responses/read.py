@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvant.sampling.sampling_params import PARAMS
-from kvant.server.api_error import bad_request
+from kvant.server.api_error import bad_request, shown
 from kvant.server.config import Limits
 from kvant.server.parameters import RESPONSES
 from kvant.server.requests import (
@@ -18,10 +18,9 @@ from kvant.server.requests import (
     needed,
     parse,
     read_conversation,
-    refuse_unserved,
-    shown,
 )
 from kvant.server.responses.wire import Content, Item, ResponseBody, Tool, ToolChoice
+from kvant.server.unserved import refuse_unserved
 
 Message = dict[str, Any]
 """A message in the form of /v1/chat/completions."""

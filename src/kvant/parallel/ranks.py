@@ -45,6 +45,9 @@ from kvant.parallel.ring import LinkSender, Payload, Ring
 SILENT_SECONDS = 8.0
 """A rank whose pulse is silent for this long counts as hanging. It beats every second."""
 
+SILENT_AT_START_SECONDS = 60.0
+"""The same before the first step: imports and compilers may hold the lock, and no request waits."""
+
 _CHECK_SECONDS = 0.5
 _END_SECONDS = 2.0
 _log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class Joined(Process, Protocol):
 
 @dataclass(eq=False)
 class _Rank:
-    """One other rank, whose `link` a thread reads. heard: `time.monotonic` of its last pulse.
+    """One other rank, whose `link` a thread reads. silence: seconds since its last pulse, see `_watch`.
 
     answers: messages that were read, then None when the link has ended. ended: set at that moment.
     last_words: why the rank ends, if it sent a reason.
@@ -88,7 +91,7 @@ class _Rank:
     process: Process
     link: Connection[bytes, bytes]
     pulse: socket.socket
-    heard: float
+    silence: float = 0.0
     answers: SimpleQueue[Answer | None] = field(default_factory=SimpleQueue)
     ended: threading.Event = field(default_factory=threading.Event)
     last_words: str | None = None
@@ -134,9 +137,8 @@ class Ranks:
         joined: ranks that another launcher started, in the order of `starts`; used instead of new processes.
         """
         if joined:
-            now = time.monotonic()
             for one, start in zip(joined, starts, strict=True):
-                rank = _Rank(one.number, one, one.link, one.pulse, now)
+                rank = _Rank(one.number, one, one.link, one.pulse)
                 self._ranks.append(rank)
                 rank.link.send_bytes(encode(start))
             self._ring = LinkSender()
@@ -165,6 +167,7 @@ class Ranks:
 
     def send_array(self, numbers: NDArray[np.int64]) -> None:
         """Sends an array made by `kvant.parallel.mirror` to every rank. Raises RankLost."""
+        self._life.has_steps = True
         self._send(numbers)
 
     def _send(self, payload: Payload) -> None:
@@ -207,11 +210,14 @@ class Ranks:
 
 
 class _Life:
-    """The ranks' common state, shared with the watching thread. fault: why a rank was lost, or None."""
+    """The ranks' common state, shared with the watching thread.
+
+    fault: why a rank was lost, or None. has_steps: whether the start is over.
+    """
 
     def __init__(self, on_loss: Callable[[str], None]) -> None:
         self.fault: str | None = None
-        self.is_closing = False
+        self.is_closing = self.has_steps = False
         self._on_loss = on_loss
         self._lock = threading.Lock()
 
@@ -246,36 +252,43 @@ def _start(number: int) -> _Rank:
     process = spawn(its_link, its_pulse)
     its_link.close()
     its_pulse.close()
-    return _Rank(number, process, Connection(link.detach()), pulse, time.monotonic())
+    return _Rank(number, process, Connection(link.detach()), pulse)
 
 
 def _watch(ranks: Sequence[_Rank], life: _Life) -> None:
-    """Listens to every rank's pulse until the engine ends. A rank may be silent before its first pulse."""
+    """Listens to every rank's pulse until the engine ends. A rank may be silent before its first pulse.
+
+    Time in which this thread got no core does not count as silence: the ranks may have got none either.
+    """
     silent = {rank.number for rank in ranks}
+    last = time.monotonic()
     while life.fault is None and not life.is_closing:
         by_pulse = {rank.pulse: rank for rank in ranks}
         try:
             ready = wait(list(by_pulse), _CHECK_SECONDS)
         except OSError:
             return  # closed by the end
-        now = time.monotonic()
+        passed, last = time.monotonic() - last, time.monotonic()
+        for rank in ranks:
+            rank.silence += min(passed, 2 * _CHECK_SECONDS)
         for pulse in ready:
             rank = by_pulse[pulse]  # type: ignore[index]
             try:
                 alive = bool(rank.pulse.recv(4096))
             except OSError:
                 alive = False
-            rank.heard = now
+            rank.silence = 0.0
             silent.discard(rank.number)
             if not alive and not life.is_closing:
                 life.lose(ranks, _last_words(rank) or _death(rank))
                 return
+        most = SILENT_SECONDS if life.has_steps else SILENT_AT_START_SECONDS
         for rank in ranks:
-            if rank.number not in silent and now - rank.heard > SILENT_SECONDS:
+            if rank.number not in silent and rank.silence > most:
                 life.lose(
                     ranks,
                     f"rank {rank.number} (pid {rank.process.pid}) hangs: "
-                    f"silent for {now - rank.heard:.0f} s",
+                    f"silent for {rank.silence:.0f} s",
                 )
                 return
 

@@ -32,21 +32,24 @@ class WatchedBackend:
         self.attended = False
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
+        """Forwards `AttentionBackend.write`: k, v [T, num_kv_heads, head_dim]."""
         self.watched.write(cache, k, v, step)
         self.wrote = True
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
+        """Forwards `AttentionBackend.attend`: q [T, num_q_heads, head_dim_k]."""
         out = self.watched.attend(cache, q, step, params)
         self.attended = True
         return out
 
 
 class WatchedRotatingBackend(WatchedBackend):
-    """The same for a backend that rotates: a watched forward must give the same bits as later ones."""
+    """A watched backend that rotates; a watched forward must give the same bits as later ones."""
 
     def write_rotated(
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
     ) -> Tensor:
+        """Forwards `RotatingWriter.write_rotated`: qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim]."""
         assert isinstance(self.watched, RotatingWriter)
         q = self.watched.write_rotated(cache, qkv, rotation, step)
         self.wrote = True
@@ -54,7 +57,7 @@ class WatchedRotatingBackend(WatchedBackend):
 
 
 def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
-    """Return the call with watched backends, and the watched backends by layer index."""
+    """Returns the call with watched backends, and the watched backends by layer index."""
     backends = tuple(
         (WatchedRotatingBackend if isinstance(backend, RotatingWriter) else WatchedBackend)(backend)
         for backend in call.backends
@@ -63,7 +66,7 @@ def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
 
 
 def check_all_were_reached(call: StepCall, backends: tuple[WatchedBackend, ...], who: str) -> None:
-    """Raise EngineFault unless every layer with KV wrote and attended, and every sharing layer attended.
+    """Raises EngineFault unless every layer with KV wrote and attended, and every sharing layer attended.
 
     who: the class of the model, for the message.
     """

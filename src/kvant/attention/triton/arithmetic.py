@@ -1,8 +1,8 @@
-"""Arithmetic of encoders: the definitions in `kvant.kv.codecs`, step by step, to the byte.
+"""Arithmetic of encoders: follows the definitions in `kvant.kv.codecs`, step by step, to the byte.
 
 Everything is float32 and integer arithmetic on bits. No hardware conversion to 8 bits is used, so the
 same code runs on every device and in Triton's interpreter. Division is IEEE division: Triton's own may
-flush subnormals, so on NVIDIA it is one PTX instruction. Rows x are [ROWS, PAD], columns from HEAD on are 0.
+flush subnormals, so on NVIDIA it is one PTX instruction. Rows x are [ROWS, PAD], zero from column HEAD on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LARGEST_HALF = tl.constexpr(Encoding.FLOAT16.largest)
 
 @triton.jit
 def divide(a, b, PTX: tl.constexpr):
-    """a / b in float32, correctly rounded."""
+    """Returns a / b in float32, correctly rounded."""
     if PTX:
         a, b = tl.broadcast(a, b)
         return tl.inline_asm_elementwise(
@@ -36,7 +36,7 @@ def divide(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def _fused(a, b, c):
-    """a * b + c in float32, rounded once."""
+    """Returns a * b + c in float32, rounded once."""
     a, b = tl.broadcast(a, b)
     return tl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
@@ -45,11 +45,11 @@ def _fused(a, b, c):
 
 @triton.jit
 def divide_rows(x, scale, PTX: tl.constexpr):
-    """x [ROWS, PAD] / scale [ROWS] in float32, correctly rounded, for scales of at least LEAST.
+    """Returns x [ROWS, PAD] / scale [ROWS] in float32, correctly rounded, for scales of at least LEAST.
 
-    The division of PTX branches for every number. Here a row has one reciprocal, and two corrections of a
-    quotient, of which the second is exact (P. Markstein, "Computation of elementary functions on the IBM
-    RISC System/6000 processor", 1990). Small rows are scaled, so that remainders are no subnormals.
+    PTX's division branches for every number. Here a row has one reciprocal, and each quotient two
+    corrections, the second of which is exact (P. Markstein, "Computation of elementary functions on the IBM
+    RISC System/6000 processor", 1990). Small rows are scaled, so that remainders are not subnormal.
     """
     if PTX:
         up = tl.where(scale < 2.0**-60, 2.0**64, 1.0)
@@ -66,7 +66,7 @@ def divide_rows(x, scale, PTX: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, PTX: tl.constexpr):
-    """a * b in float32, rounded: the compiler does not fuse it with a sum."""
+    """Returns a * b in float32, rounded: the compiler does not fuse it with an addition."""
     if PTX:
         a, b = tl.broadcast(a, b)
         return tl.inline_asm_elementwise(
@@ -78,26 +78,26 @@ def multiply(a, b, PTX: tl.constexpr):
 
 @triton.jit
 def nearest(x):
-    """Nearest integer, ties to even, for magnitudes below 2^22."""
+    """Returns the nearest integer, ties to even, for magnitudes below 2^22."""
     return (x + ROUND) - ROUND
 
 
 @triton.jit
 def bound(x, low, high):
-    """x within [low, high]; NaN stays."""
+    """Clamps x to [low, high]; NaN stays NaN."""
     x = tl.where(x < low, low, x)
     return tl.where(x > high, high, x)
 
 
 @triton.jit
 def widen(x):
-    """x as float32 within the bounds of the definitions; NaN stays."""
+    """Returns x as float32, clamped to the bounds of the definitions; NaN stays NaN."""
     return bound(x.to(tl.float32), -CLAMP, CLAMP)
 
 
 @triton.jit
 def bfloat16(x):
-    """float32 to bfloat16: nearest, ties to even, saturating; NaN becomes 0x7fc0."""
+    """Converts float32 to bfloat16: nearest, ties to even, saturating; NaN becomes 0x7fc0."""
     LARGEST: tl.constexpr = 3.3895313892515355e38
     bits = bound(x, -LARGEST, LARGEST).to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -107,41 +107,41 @@ def bfloat16(x):
 
 @triton.jit
 def has_nan(x):
-    """True where a row [rows, columns] holds NaN."""
+    """Returns True for rows of x [rows, columns] that hold NaN."""
     return tl.max((x != x).to(tl.int32), 1) > 0
 
 
 @triton.jit
 def row_scale(span, steps, PTX: tl.constexpr):
-    """span / steps, at least LEAST; for rows without NaN."""
+    """Returns span / steps, at least LEAST, for rows without NaN."""
     scale = divide(span, steps + 0.0 * span, PTX)
     return tl.where(scale < LEAST, LEAST, scale)
 
 
 @triton.jit
 def pack_nibbles(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes [ROWS, COLUMNS] of 4 bits as bytes [ROWS, COLUMNS / 2] in their integer type."""
+    """Packs 4-bit codes [ROWS, COLUMNS] into bytes [ROWS, COLUMNS / 2], in their integer type."""
     low, high = tl.split(tl.reshape(code, (ROWS, COLUMNS // 2, 2)))
     return low | (high << 4)
 
 
 @triton.jit
 def pack_threes(code, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Codes of 3 bits as one number of 24 for every eight of them: [ROWS, COLUMNS / 8]."""
+    """Packs 3-bit codes, eight in one number of 24 bits: [ROWS, COLUMNS / 8]."""
     eights = tl.reshape(code, (ROWS, COLUMNS // 8, 8))
     return tl.sum(eights << (3 * tl.arange(0, 8))[None, None, :], 2)
 
 
 @triton.jit
 def half(x):
-    """float32 without NaN to float16: nearest, saturating; never -0."""
+    """Converts float32 without NaN to float16: nearest, saturating; never -0."""
     x = bound(x, -LARGEST_HALF, LARGEST_HALF).to(tl.float16)
     return tl.where(x == 0.0, 0.0, x).to(tl.float16)
 
 
 @triton.jit
 def scale_rows(x, scales, there, STEPS: tl.constexpr, PTX: tl.constexpr):
-    """(rows x [ROWS, PAD] divided by a scale per row, whether they hold NaN [ROWS]); stores the scales.
+    """Divides rows x [ROWS, PAD] by a scale per row, and stores the scales. Returns rows, and has-NaN [ROWS].
 
     A row's largest magnitude becomes STEPS. Rows with NaN become zeros and get the scale NaN.
     """
@@ -156,7 +156,7 @@ def scale_rows(x, scales, there, STEPS: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def store_bytes(codes, there, code, HEAD: tl.constexpr, PAD: tl.constexpr):
-    """Codes [ROWS, PAD] of 8 bits into rows of HEAD bytes."""
+    """Stores 8-bit codes [ROWS, PAD] in rows of HEAD bytes."""
     c = tl.arange(0, PAD)
     mask = there[:, None] & (c < HEAD)[None, :]
     tl.store(codes[:, None] + c[None, :], code.to(tl.uint8), mask=mask)
@@ -167,7 +167,7 @@ def store_packed(
     codes, there, code, HEAD: tl.constexpr, ROWS: tl.constexpr, PAD: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [ROWS, PAD] of 2 to 4 bits into rows of HEAD codes."""
+    """Stores codes [ROWS, PAD] of 2 to 4 bits in rows of HEAD codes."""
     if BITS == 2:
         fours = tl.reshape(code, (ROWS, PAD // 4, 4))
         packed = tl.sum(fours << (2 * tl.arange(0, 4))[None, None, :], 2)

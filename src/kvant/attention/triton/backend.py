@@ -54,7 +54,7 @@ _NORMS = {
 
 
 _LARGEST_EXPANDED = 256
-"""Numbers of a head that torch's attention for GPUs takes."""
+"""Maximum head size of torch's attention on GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class _Form:
     """One of the two forms in which a layer with wide rows reads its keys: see `paged_attention`.
 
     number: NARROW or WIDE. sink, recent: as in `kvant.kv.spec.WideRows`. rows: [T, num_q_heads, head_dim_v]
-    and lse: [T, num_q_heads], both float32: what the narrow form leaves for the wide one.
+    and lse: [T, num_q_heads], both float32: results of the narrow form, which the wide one joins.
     """
 
     number: int
@@ -76,13 +76,15 @@ class _Form:
         return self.number == int(NARROW.value)
 
     def of(self, start: int, end: int) -> _Form:
-        """The same for the step's tokens from start to end."""
+        """Returns this form with the rows of the step's tokens start .. end."""
         return replace(self, rows=self.rows[start:end], lse=self.lse[start:end])
 
 
 class TritonBackend:
-    """batch_invariant: a query's result does not depend, bit for bit, on what else is in the step,
-    nor on how many queries of its sequence are: one tile shape, items at fixed places.
+    """Attention of every format on GPUs.
+
+    batch_invariant: a query's result does not depend, bit for bit, on what else is in the step, nor on how
+    many queries its sequence has there: one tile shape, items at fixed places.
     """
 
     name = "triton"
@@ -91,7 +93,7 @@ class TritonBackend:
         self.batch_invariant = batch_invariant
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped.
+        """Encodes k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped.
 
         v: None for latents.
         """
@@ -126,7 +128,7 @@ class TritonBackend:
     def write_rotated(
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
     ) -> Tensor:
-        """As `RotatingWriter.write_rotated`."""
+        """Implements `RotatingWriter.write_rotated`: qkv [T, heads * head_dim] -> q [T, heads, head_dim]."""
         if cache.wide is not None:
             self.write_rotated(cache.wide, qkv, rotation, step.of(cache.wide_group))
         spec = cache.spec
@@ -157,7 +159,7 @@ class TritonBackend:
         return q
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype.
+        """Attends with q [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v] in q's dtype.
 
         Tokens of sequences without stored tokens get zeros. In a captured graph, `max_seqlen_q`
         bounds every replay (and in batch-invariant mode `max_seqlen_kv` too).
@@ -178,7 +180,7 @@ class TritonBackend:
         return out
 
     def expands(self, q: Tensor) -> bool:
-        """As `ExpandingBackend.expands`: products in 16 bits, whose heads the library has."""
+        """Implements `ExpandingBackend.expands`: q [T, heads, head_dim] in 16 bits, with heads that fit."""
         return (
             not self.batch_invariant
             and q.is_cuda
@@ -196,14 +198,15 @@ class TritonBackend:
         params: AttentionParams,
         expand: Expand,
     ) -> None:
-        """As `ExpandingBackend.attend_expanded`."""
+        """Implements `ExpandingBackend.attend_expanded`: q, out [T, num_q_heads, head_dim]."""
         attend_expanded(cache, q, out, step, params, expand)
 
     def _attend_both(
         self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
     ) -> Tensor:
-        """`attend` for a layer with wide rows, in one launch where that serves the step. Else the narrow form
-        of its keys is read first, then the wide one.
+        """Implements `attend` for a layer with wide rows, in one launch if that kernel serves the step.
+
+        Otherwise it reads the narrow form of the keys first, then the wide one.
         """
         wide = cache.spec.wide
         assert wide is not None
@@ -226,7 +229,7 @@ class TritonBackend:
         params: AttentionParams,
         form: _Form | None = None,
     ) -> Tensor:
-        """Everything through the paged kernel."""
+        """Attends to all queries with the paged kernel."""
         g = cache.spec.geometry
         assert cache.spec.k is not None
         rows = step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads)
@@ -262,7 +265,7 @@ def _norm_of(rotation: HeadRotation) -> int:
 
 
 def _counted(cache: LayerCache) -> tuple[Tensor | None, float, float]:
-    """Where saturated values are counted, and the largest of K and V that are not (0: not counted)."""
+    """Returns where saturated values are counted, and the largest unsaturated of K and V (0: not counted)."""
     if cache.saturation is None:
         return None, 0.0, 0.0
     most_k, most_v = cache.saturation.largest
@@ -270,7 +273,7 @@ def _counted(cache: LayerCache) -> tuple[Tensor | None, float, float]:
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """The backend as the engine uses it."""
+    """Builds the backend for the engine."""
     return TritonBackend(batch_invariant=batch_invariant)
 
 
@@ -282,7 +285,7 @@ def attend_fixed(
     shape: Shape,
     form: _Form | None = None,
 ) -> Tensor:
-    """Like `attend`, with items at fixed positions, in launches with at most `MOST_PARTS` bytes of parts.
+    """Attends like `attend`, with items at fixed positions, and at most `MOST_PARTS` bytes of parts at once.
 
     q: [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v]. Only the device knows the
     lengths, so a launch has room for every item of every query.
@@ -305,8 +308,9 @@ def attend_fixed(
 
 
 def _queries(step: Step, start: int, end: int) -> Step:
-    """The step of its tokens from start to end. Not of a bidirectional window: it is measured from the
-    end of a sequence's queries.
+    """Returns a step with tokens start .. end only.
+
+    Not for bidirectional windows, which are measured from the end of a sequence's queries.
     """
     found = step.slices.get((start, end))
     if found is None:
@@ -337,11 +341,11 @@ def attend(
     wide: bool = False,
     form: _Form | None = None,
 ) -> Tensor:
-    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v], with launches of a given shape.
+    """Attends with q [T, num_q_heads, head_dim_k] in launches of a given shape.
 
-    fixed: items end at fixed positions, for batch invariance. wide: use the CUDA kernel for many rows, or
-    the one for latents, which must serve the layer. form: read the keys of one form; the first one returns
-    its float32 rows.
+    Returns [T, num_q_heads, head_dim_v]. fixed: items end at fixed positions, for batch invariance. wide: use
+    the CUDA kernel for many rows, or the one for latents, which must serve the layer. form: read the keys of
+    one form; the first form returns its float32 rows.
     """
     spec = cache.spec
     assert spec.k is not None
@@ -369,7 +373,7 @@ def attend(
         q = rotate(q, block_length(head_k))
     elif q.stride(-1) != 1:
         q = q.contiguous()
-    # Tokens of no sequence get zeros: from a kernel that joins, or here where there is none.
+    # Tokens of no sequence get zeros: from a kernel that joins parts, or here if none does.
     make = torch.empty if cut.parts or cut.join else torch.zeros
     if form is not None and form.is_first:
         out = form.rows
@@ -407,7 +411,7 @@ def _launch_items(
     *,
     full: bool,
 ) -> None:
-    """Fill out, or partials of items. q: rotated if K is. full: products in float32."""
+    """Writes out, or partial results of items. q: rotated if K is. full: products in float32."""
     spec, shape, device = cache.spec, cut.shape, q.device
     assert spec.k is not None
     assert spec.v is not None
@@ -448,7 +452,7 @@ def _launch_latents(
     partial: Tensor,
     partial_lse: Tensor,
 ) -> None:
-    """Fill out, or partials of items, of a layer of latents."""
+    """Writes out, or partial results of items, for a layer of latents."""
     spec, shape, device = cache.spec, cut.shape, q.device
     assert spec.k is not None
     k, width = format_of(spec.k.dtype), spec.geometry.head_dim_k
@@ -480,7 +484,7 @@ def _launch_combine(
     *,
     search: bool,
 ) -> None:
-    """Fill out from partials. search: see `workmap.tiles_per_split`."""
+    """Joins partial results into out. search: see `workmap.tiles_per_split`."""
     shape, head_v, q_heads = cut.shape, cache.spec.geometry.head_dim_v, cut.heads * cut.group
     rotated = cache.spec.v is not None and format_of(cache.spec.v.dtype).rotated
     window = params.window or 0
@@ -488,7 +492,7 @@ def _launch_combine(
     per_program = heads_joined_at_once(cut.tokens, q_heads)
     at_once, warps = cut.parts_joined_at_once
     width = triton.next_power_of_2(head_v)
-    warps = max(warps, at_once * width // 4096)  # 128 numbers a thread: wide rows would be spilled
+    warps = max(warps, at_once * width // 4096)  # 128 numbers per thread: more would spill
     combine[(q_heads * cut.tokens // per_program,)](
         partial, partial_lse, params.sinks, out, *_narrow(form),
         step.cu_seqlens_q, step.seqlens_kv, listed,

@@ -1,8 +1,7 @@
-"""One launch for layers with wide rows, of steps in which every sequence is one block of rows.
+"""One launch for layers with wide rows, for steps in which every sequence is one block of rows.
 
-Either each program reads its share of the wide form and then of the narrow one, or programs for the wide form
-come before the others. The parts of both forms are joined together, by the last program of a sequence or by
-`combine_both`.
+Either each program reads its share of the wide form and then of the narrow one, or extra programs read the
+wide form first. The last program of a sequence, or `combine_both`, joins the parts of both forms.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ def _join_both(
     ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr,
     SINKS: tl.constexpr, ROTATED: tl.constexpr,
 ):  # fmt: skip
-    """Write rows r [VALID] of a block where `there`, from `splits` narrow parts and `parts` wide ones.
+    """Writes rows r [VALID] of a block where `there`: joins `splits` narrow parts and `parts` wide ones.
 
-    first, first_wide: slots of the first ones. token: the sequence's first one.
+    first, first_wide: slots of the first narrow and wide part. token: the sequence's first token.
     """
     c = tl.arange(0, PAD)
     query_head = head * GROUP + r % GROUP
@@ -96,8 +95,8 @@ def both_attention(
 ):  # fmt: skip
     """Program item * HEADS + KV head: its share of the wide rows of a sequence, then of the others.
 
-    APART: 0, or how many programs for wide rows of each sequence and KV head come before the others instead.
-    Arguments without WIDE as in `paged_attention`, whose NARROW and WIDE forms this reads. Queries are
+    APART: 0, or the number of extra programs for wide rows per sequence and KV head, which come first.
+    Arguments without WIDE: as in `paged_attention`, whose NARROW and WIDE forms this reads. Queries are
     causal. partial and partial_lse have slots of the narrow parts of all items first, then of the wide ones.
     """
     if AHEAD:
@@ -109,7 +108,7 @@ def both_attention(
     program = tl.program_id(0) // HEADS
     num_wide = num_seqs * APART
     num_items = tl.num_programs(0) // HEADS - num_wide
-    item = program - num_wide  # negative: for wide rows alone
+    item = program - num_wide  # negative for a program that reads wide rows only
     if JOIN > 0:  # tokens of no sequence get zeros
         clear(out, tl.load(cu_seqlens_q + num_seqs) + program, num_tokens, num_items + num_wide,
               head, GROUP, HEADS, HEAD_V, COLUMNS)  # fmt: skip
@@ -134,7 +133,7 @@ def both_attention(
             token = tl.load(cu_seqlens_q + mine)
             seq, first, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
                                             GROUP, ROWS, TILE, True, False)  # fmt: skip
-            seq = tl.where(seq == mine, seq, -1)  # another one's: this one has no queries
+            seq = tl.where(seq == mine, seq, -1)  # -1 if this sequence has no queries
     if seq < 0:
         return
     first_token = tl.load(cu_seqlens_q + seq)
@@ -211,7 +210,7 @@ def combine_both(
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr,
     SINKS: tl.constexpr, LISTED: tl.constexpr, ROTATED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: per_program query heads of a token, from the parts that `both_attention` left.
+    """Program: joins the parts of `both_attention` for per_program query heads of a token.
 
     num_items: of that launch. tokens: as in `combine`. Tokens of no sequence get zeros.
     """

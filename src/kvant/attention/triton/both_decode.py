@@ -26,20 +26,23 @@ from kvant.kv.codecs.rotation import block_length
 from kvant.kv.pool import LayerCache
 
 _ROWS = 16
-"""Query rows of a program: more per sequence and KV head take two launches."""
+"""Maximum query rows per sequence and KV head: more rows take two launches."""
 
 _MOST_APART = 4
-"""Programs for the wide rows of one block of rows, at most."""
+"""Maximum number of extra programs for the wide rows of one block of rows."""
 
 
 def serves(cache: LayerCache, step: Step) -> bool:
-    """Whether one launch reads both forms of the layer in this step."""
+    """Whether one launch can read both forms of the layer in this step."""
     g = cache.spec.geometry
     return step.causal and step.max_seqlen_q * (g.num_q_heads // g.num_kv_heads) <= _ROWS
 
 
 def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-    """q [T, num_q_heads, head_dim_k] -> [T, num_q_heads, head_dim_v] in q's dtype, of both forms."""
+    """Attends with q [T, num_q_heads, head_dim_k] over both forms.
+
+    Returns [T, num_q_heads, head_dim_v] like q.
+    """
     spec, wide_cache, both = cache.spec, cache.wide, cache.spec.wide
     assert spec.k is not None
     assert spec.v is not None
@@ -125,7 +128,7 @@ def _combine(
     *,
     rotated: bool,
 ) -> None:
-    """Fill out [T, q_heads, head_v] from the parts of both forms."""
+    """Joins the parts of both forms into out [T, q_heads, head_v]."""
     per_program = heads_joined_at_once(cut.tokens, q_heads)
     at_once, warps = cut.parts_joined_at_once
     width = triton.next_power_of_2(head_v)
@@ -141,17 +144,17 @@ def _combine(
 
 
 def _apart(shape: Shape, blocks: int, multiprocessors: int) -> int:
-    """Programs for the wide rows of each of `blocks` rows: all of them run at once, and at most 4.
+    """Returns the number of extra programs for the wide rows of a block, so that all programs run at once.
 
-    With words of eight elements, an H200 reads both forms faster in programs apart (190 us instead of 219
+    With words of eight elements, an H200 reads both forms faster in separate programs (190 us instead of 219
     for 64 sequences of 8,192 tokens in int4_short/normal2), with others slower (236 instead of 221). A single
-    sequence is split often, and each part would have few wide rows: 20 us instead of 28 in programs apart.
+    sequence is split often, and each part would have few wide rows: 20 us instead of 28 with extra programs.
     """
     return min(_MOST_APART, max(1, shape.programs * multiprocessors // blocks))
 
 
 def _prepared(q: Tensor, *, rotated: bool) -> Tensor:
-    """Queries [T, heads, head_dim] as kernels read them."""
+    """Returns queries [T, heads, head_dim] as kernels read them, rotated if asked."""
     if rotated:
         return rotate(q, block_length(q.shape[-1]))
     return q if q.stride(-1) == 1 else q.contiguous()

@@ -24,11 +24,11 @@ def combine(
     ROTATION: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
     FORM: tl.constexpr = 0,
 ):  # fmt: skip
-    """Program: per_program query heads of a token; it finds its items once for all of them.
+    """Program: joins the items of per_program query heads of a token, which it finds once for all heads.
 
     partial, partial_lse, out, sinks, narrow, narrow_lse, FORM: as in `paged_attention`. Items are joined
     AT_ONCE at a time, in order.
-    DIRECT: rows of one item were already written. SEARCH: whether the items were made with a search.
+    DIRECT: rows of a single item were already written. SEARCH: whether the items were made with a search.
     LISTED: tokens is from `list_items`. ROTATION: length of the rotation's blocks, 0 for none. Tokens of no
     sequence get zeros. AHEAD, EARLY, LANES: as in `paged_attention`.
     """

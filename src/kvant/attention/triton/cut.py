@@ -25,10 +25,10 @@ many programs join them faster than one.
 """
 
 LONGEST_JOINED = 2048
-"""Tokens of a window up to which it joins with fewer: such a sequence never has that many items."""
+"""Maximum window that the attention kernel joins with fewer: such a sequence never has that many items."""
 
 LEAST_WIDE = 8
-"""Minimum tiles of an item of the kernel for many rows where sequences have unlike numbers of queries."""
+"""Minimum tiles of an item of the kernel for many rows if sequences have different numbers of queries."""
 
 MOST_SCANNED = 128
 """Maximum sequences among which every program finds its work itself."""
@@ -38,13 +38,13 @@ MOST_SCANNED = 128
 class Cut:
     """The launches of one layer's attention in one step.
 
-    tokens: queries. heads: of K and V; group: query heads to each of them.
-    blocks: of query rows, at most. items: a program each for every KV head. target, least: as of
-    `workmap.tiles_per_split`. fixed: items end at fixed places, every `least` tiles.
-    parts: items leave float32 partial results, unless they are alone with their rows and write the
-    output `direct`ly; without `direct` all of them do, since the joining kernel rotates them back.
-    join: rows, to a power of two, that the attention kernel joins itself; 0 leaves parts to `combine`.
-    listed: the work map is written once for all layers, since there are too many sequences to scan.
+    tokens: number of queries. heads: of K and V; group: query heads per KV head. blocks: maximum number of
+    blocks of query rows. items: programs per KV head. target, least: as in `workmap.tiles_per_split`. fixed:
+    items end at fixed places, every `least` tiles. parts: items leave float32 partial results. direct: an
+    item that has its rows alone writes the output itself; false if the joining kernel must rotate all outputs
+    back. join: rows, rounded up to a power of two, that the attention kernel joins itself; 0 leaves parts to
+    `combine`. listed: the work map is written once for all layers, because there are too many sequences to
+    scan.
     """
 
     shape: Shape
@@ -64,7 +64,7 @@ class Cut:
 
     @property
     def combines(self) -> bool:
-        """True if another launch joins the parts."""
+        """Whether a second launch joins the parts."""
         return self.parts and not self.join
 
     @property
@@ -96,10 +96,10 @@ def cut_step(
     fixed_seqlen_kv: int | None = None,
     window: int = 0,
 ) -> Cut:
-    """Return the cut of a step; names that `Cut` has too mean the same.
+    """Returns the cut of a step; arguments named like fields of `Cut` mean the same.
 
     rotated: V is stored rotated. joins: the attention kernel can join parts.
-    wide: by the kernel for many rows. fixed_seqlen_kv: the longest length
+    wide: use the kernel for many rows. fixed_seqlen_kv: the longest length
     if items must end at fixed positions, for batch invariance; None if they may end anywhere.
     window: tokens that a query sees, 0 for all.
     """
@@ -108,7 +108,7 @@ def cut_step(
         tokens * group // shape.rows + min(num_seqs, tokens),
         tokens * -(-group // shape.rows),
     )
-    # Answers with one query each beside pieces of prompts, for example.
+    # For example, sequences that decode one token beside pieces of prompts.
     uneven = wide and tokens < num_seqs * max_seqlen_q
     if uneven:
         target = max(1, shape.programs * multiprocessors // heads)
@@ -148,9 +148,9 @@ def cut_step(
 
 
 def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
-    """Items beside one per row block, such that programs fill the device a whole number of times.
+    """Returns how many items to make besides one per row block, so that programs fill whole rounds.
 
-    blocks: bound on row blocks of the step.
+    blocks: maximum number of row blocks of the step.
     """
     slots = max(1, shape.programs * multiprocessors // heads)
     if blocks >= 2 * slots:
@@ -164,28 +164,28 @@ def items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) 
 
 
 def _waited_for(rounds: int, blocks: int, slots: int) -> float:
-    """Time of equal blocks in `rounds` rounds of programs: 1 is a whole block in one round."""
+    """Returns the time of equal blocks in `rounds` rounds of programs; 1 is a whole block in one round."""
     items = rounds * slots // blocks
     return -(-items * blocks // slots) / items * (1 + 0.1 * (rounds - 1))
 
 
 def wide_items_aimed_at(shape: Shape, blocks: int, multiprocessors: int, heads: int) -> int:
-    """The same for the kernel for many rows: all items of a step of `blocks` row blocks."""
+    """Returns the number of all items of a step of `blocks` row blocks, for the kernel for many rows."""
     slots = shape.programs * multiprocessors
     each = blocks * heads
 
     def time(splits: int) -> float:
-        """Time in units of one program without splits; joining costs about 3 % per part."""
+        """Returns time in units of one program without splits; joining costs about 3 % per part."""
         return ceil(each * splits / slots) / splits * (1 + 0.03 * splits)
 
     splits = max(slots // each, min(range(1, 9), key=time))
-    # Where blocks fill the device by themselves, only what is longer than a program's fair share is cut.
-    # A recorded step has fewer blocks than it has room for; cut into this number, each would be halved.
+    # If blocks fill the device, only items longer than a program's fair share are split. A captured step has
+    # fewer blocks than it has room for; split into this number, each block would be halved.
     return blocks * splits if splits > 1 else max(1, slots // heads)
 
 
 def heads_joined_at_once(tokens: int, query_heads: int) -> int:
-    """Query heads of one program of `combine`. Each program reads all lengths: not too many of them."""
+    """Returns the query heads per program of `combine`: many heads, since each program reads all lengths."""
     heads = 1
     while tokens * query_heads // heads > 2048 and query_heads % (2 * heads) == 0:
         heads *= 2

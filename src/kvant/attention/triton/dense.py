@@ -17,7 +17,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _tiles(state, q, k, v, kv_head, base, start, end, row_lo, row_hi, scale, cap,
            TILE: tl.constexpr, HEAD: tl.constexpr, MASKED: tl.constexpr,
            SOFTCAP: tl.constexpr):  # fmt: skip
-    """Keys start .. end of the sequence whose first key is row `base`."""
+    """Adds keys start .. end of a sequence to the running softmax. base: row of the sequence's first key."""
     acc, top, den = state
     for at in range(start, end, TILE):
         keys = k.load([base + at, kv_head, 0]).reshape(TILE, HEAD)
@@ -31,8 +31,8 @@ def _tiles(state, q, k, v, kv_head, base, start, end, row_lo, row_hi, scale, cap
         if MASKED:
             n = at + tl.arange(0, TILE)
             seen = (n[None, :] >= row_lo[:, None]) & (n[None, :] < row_hi[:, None])
-            # LOWEST is set behind the product: `LOWEST * factor - top` as one fused operation is the
-            # product's rounding error, and 2 to its power infinity, in rows that see nothing yet
+            # LOWEST is set after the product: fused, `LOWEST * factor - top` would be the product's rounding
+            # error, and 2 to its power infinite, in rows that have seen no key yet.
             y = tl.where(seen, x * factor, LOWEST)
             new_top = tl.maximum(top, tl.max(y, 1))
             p = tl.exp2(y - new_top[:, None])
@@ -57,8 +57,8 @@ def dense_attention(
 ):  # fmt: skip
     """Program (row block, last first; query head; sequence, counted from first_seq).
 
-    k, v: descriptors of [sequences * size, KV heads, HEAD], blocks [TILE, 1, HEAD]: of each sequence the
-    keys from `skipped` on. q by its strides, out [T, HEADS, HEAD].
+    k, v: descriptors of [sequences * size, KV heads, HEAD], blocks [TILE, 1, HEAD]; each sequence has its
+    keys from token `skipped` on. q: by its strides. out: [T, HEADS, HEAD].
     """
     head = tl.program_id(1)
     place = tl.program_id(2)

@@ -1,8 +1,8 @@
 """Attention of long prompts by Kvant's own kernel, for cases that cuDNN does not compute.
 
-Keys and values are decoded once, as for cuDNN, but several sequences of any lengths share a
-launch: bidirectional attention, sinks, soft caps and head sizes of 256 are arguments of it, and so
-are windows, with which each sequence has a launch of its own.
+Keys and values are decoded once, as for cuDNN, but sequences of any lengths share a launch. It takes
+bidirectional attention, sinks, soft caps and head sizes of 256 as arguments. With a window, each sequence
+has a separate launch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvant.kernels.triton.device import has_ptx, shared_memory_of_a_program
 from kvant.kv.pool import LayerCache
 
 AT_ONCE = 16384
-"""Keys that are decoded at once, if they are of more than one sequence."""
+"""Maximum number of keys that are decoded at once, unless they belong to one sequence."""
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
-    """True if the kernel serves this layer on the device of q [T, num_q_heads, head_dim].
+    """Whether the kernel serves this layer on the device of q [T, num_q_heads, head_dim].
 
-    Blackwell for desktops has bulk copies too, but less than half of the shared memory.
+    Desktop Blackwell GPUs have bulk copies too, but less than half of the shared memory.
     """
     g = cache.spec.geometry
     return (
@@ -44,7 +44,7 @@ def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: boo
 def attend_dense(
     cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
 ) -> None:
-    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim]."""
+    """Writes the rows of `step.long` in out [T, num_q_heads, head_dim]. q: [T, num_q_heads, head_dim]."""
     g = cache.spec.geometry
     window = params.window or 0
     shape = dense_shape(g.head_dim_k, causal=step.causal)

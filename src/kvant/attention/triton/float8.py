@@ -1,4 +1,4 @@
-"""8-bit floats in kernels: codes to float16 and back; the definition is `kvant.kv.codecs.float8`."""
+"""8-bit floats in kernels: converts codes to float16 and back; `kvant.kv.codecs.float8` defines them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvant.attention.triton.words import float16_of
 
 @triton.jit
 def e4m3_value(code, NUZ: tl.constexpr):
-    """Codes (any integer type, 0..255) as float16, exactly; NaN codes as NaN."""
+    """Decodes codes (any integer type, 0..255) to float16, exactly; NaN codes to NaN."""
     code = code.to(tl.int32)
     if NUZ:
         scale = 128.0
@@ -18,8 +18,8 @@ def e4m3_value(code, NUZ: tl.constexpr):
     else:
         scale = 256.0
         bad = (code & 0x7F) == 0x7F
-    # Sign and exponent lie above the mantissa as in float16, which has one exponent bit more and
-    # another bias: a power of two. Subnormal codes are subnormal there too.
+    # Sign and exponent precede the mantissa as in float16, which has one more exponent bit and another bias:
+    # the difference is a power of two. Subnormal codes become float16 subnormals.
     value = float16_of(((code & 0x80) << 8) | ((code & 0x7F) << 7)) * scale
     return tl.where(bad, float("nan"), value).to(tl.float16)
 
@@ -27,7 +27,7 @@ def e4m3_value(code, NUZ: tl.constexpr):
 # Inline PTX works on two neighbouring words in one register (pack=2).
 @triton.jit
 def decode_e4m3(x, PTX: tl.constexpr):
-    """Two codes per word, by the hardware's conversion (sm_89 and later) or by bits."""
+    """Decodes two codes per word, with the hardware's conversion (sm_89 and later) or on bits."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 lo, hi; .reg .b16 a, b, c, d;
@@ -41,13 +41,13 @@ def decode_e4m3(x, PTX: tl.constexpr):
 
 @triton.jit
 def decode_e4m3fnuz(x, PTX: tl.constexpr):
-    """Two codes per word, by bits."""
+    """Decodes two codes per word, on bits."""
     return (e4m3_value(x & 0xFF, True), e4m3_value((x >> 8) & 0xFF, True))
 
 
 @triton.jit
 def decode_e5m2(x, PTX: tl.constexpr):
-    """A code is the upper half of a float16."""
+    """Decodes two codes per word: a code is the upper half of a float16."""
     if PTX:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x2404; and.b32 $1, $2, 0xff00ff00;",
@@ -58,7 +58,7 @@ def decode_e5m2(x, PTX: tl.constexpr):
 
 @triton.jit
 def float8_code(y, FORMAT: tl.constexpr):
-    """float32 to codes of `FORMAT.float8` as int32: nearest, ties to even, saturating."""
+    """Encodes float32 to codes of `FORMAT.float8` as int32: nearest, ties to even, saturating."""
     MANTISSA: tl.constexpr = FORMAT.float8.mantissa_bits
     BIAS: tl.constexpr = FORMAT.float8.bias
     LARGEST: tl.constexpr = FORMAT.float8.max
@@ -69,7 +69,7 @@ def float8_code(y, FORMAT: tl.constexpr):
     bits = size.to(tl.int32, bitcast=True)
     normal = (bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT
     normal -= (127 - BIAS) << MANTISSA
-    # Below the smallest normal number codes count steps of 2^(1 - BIAS - MANTISSA); a float32 whose
+    # Codes below the smallest normal number count steps of 2^(1 - BIAS - MANTISSA). Adding a float32 whose
     # last place is that step rounds to them.
     GRID: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
     steps = (size + GRID).to(tl.int32, bitcast=True) - tl.full((), GRID, tl.float32).to(

@@ -47,14 +47,14 @@ _OPERANDS = {Encoding.FLOAT32: tl.float32, Encoding.BFLOAT16: tl.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """What a format's file provides; the functions are `triton.jit` functions.
+    """The contents of a format's file; the functions are `triton.jit` functions.
 
-    decode(words, PTX): the elements of words, a tuple of tensors of the words' shape in the type of
+    decode(words, PTX): returns the elements of words, a tuple of tensors of the words' shape in the type of
         `Format.operand`. PTX: whether inline assembly for NVIDIA sm_89 and later can be used.
     encode(x, head, there, codes, scales, outer, FORMAT, OUTER, HEAD, PAD, ROWS, PTX): stores rows x
-        [ROWS, PAD] to `codes`, and their scales to `scales`, pointers [ROWS], where `there` [ROWS].
-    row_scale(pointer, there): (scale, zero point or minimum) of rows, float32 [rows]. pointer: [rows].
-    block_scale(codes, PTX): float16 factors of the blocks' scale codes.
+        [ROWS, PAD] at `codes`, and their scales at `scales`, pointers [ROWS], where `there` [ROWS].
+    row_scale(pointer, there): returns (scale, zero point or minimum) of rows, float32 [rows], as pointer.
+    block_scale(codes, PTX): returns float16 factors of the blocks' scale codes.
     factor, bias: number = decoded * factor - bias, before the row's scale.
     even: decoded elements at even places of a word are smaller than at odd places by this factor.
     """
@@ -70,12 +70,12 @@ class Kernels:
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """Compile-time argument of kernels; the functions and numbers of `Kernels` mean what they mean there.
+    """A format as a compile-time argument of kernels; functions and numbers of `Kernels` as there.
 
-    elements: numbers per word. word, scale_word: torch dtypes that the planes are viewed as. word_bits:
+    elements: numbers per word. word, scale_word: torch dtypes as which the planes are viewed. word_bits:
     bits of the units that words are loaded from. operand: Triton type of decoded elements. per_row,
-    per_block: which scales lie in the pages. zero_point, minimum: what lies beside a row's scale. block:
-    numbers per block scale. float8: the 8-bit float that codes, or block scales, are stored in.
+    per_block: which scales are in the pages. zero_point, minimum: what is stored with a row's scale. block:
+    numbers per block scale. float8: the 8-bit float of codes, or of block scales.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Format:
     even: float
 
     def __repr__(self) -> str:
-        """Triton makes this part of the names of compiled functions."""
+        """Returns the name; Triton includes it in the names of compiled functions."""
         return self.name
 
     @property
@@ -119,7 +119,7 @@ class _FormatModule(Protocol):
 
 @cache
 def format_of(dtype: KVDtype) -> Format:
-    """The format as kernels take it; its file is imported on first use."""
+    """Returns the format for kernels; its file is imported on first use."""
     declared = dtype.format
     name = f"kvant.attention.triton.formats.{declared.codec}"
     given = cast(_FormatModule, import_module(name)).kernels(declared)
@@ -159,7 +159,7 @@ def format_of(dtype: KVDtype) -> Format:
 
 
 def _scale_word(declared: KVFormat) -> torch.dtype:
-    """One word holds all scales of a row, or the scale of a block."""
+    """Returns a dtype that holds all scales of a row, or the scale of a block."""
     if declared.scale_encoding is Encoding.E4M3FN:
         return torch.uint8
     if declared.scale_encoding is Encoding.SHORT:

@@ -1,4 +1,4 @@
-"""Keys and values of sequences out of their pages, decoded, side by side in memory."""
+"""Gathers keys and values of sequences from their pages, decoded, into contiguous memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gather_rows(
 ):  # fmt: skip
     """Program (TILE tokens, KV head, sequence from `first_seq` on). out: [sequences, size, HEADS, HEAD].
 
-    From token `skipped` on; zeros behind the sequence's end. FORMAT: `Format` of the pages. PAD: words of
-    a row, padded to a power of two. The other arguments are those of `paged_attention`.
+    out begins at token `skipped`; rows past the sequence's end become zeros. FORMAT: `Format` of the pages.
+    PAD: words of a row, padded to a power of two. Other arguments: as in `paged_attention`.
     """
     ELEMENTS: tl.constexpr = FORMAT.elements
     FACTOR: tl.constexpr = FORMAT.factor

@@ -17,7 +17,7 @@ _IN_BITS = 32
 
 
 def refuse(need: Need) -> str | None:
-    """Return why the Triton kernels cannot serve this layer, or None.
+    """Returns why the Triton kernels cannot serve this layer, or None.
 
     They serve every pair of formats on NVIDIA GPUs from sm_80 on and on AMD CDNA, with head sizes up to 512.
     """

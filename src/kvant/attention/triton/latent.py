@@ -1,7 +1,7 @@
 """The attention kernel for latents (MLA): a block of query rows against a range of one sequence's rows.
 
 Rows are (query, head) pairs of one sequence. All heads share a stored row: its LATENT first numbers and
-its ROTARY last ones are keys, and the latent is the value too. So a tile is loaded and decoded once for
+its ROTARY last ones are the key, and the latent is also the value. So a tile is loaded and decoded once for
 both products. The softmax, the operands and their scales are those of `paged`.
 """
 
@@ -28,7 +28,7 @@ from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 
 @triton.jit
 def _scores(q, keys, x):
-    """x [ROWS, TILE] plus the products of query parts [ROWS, words] and keys [TILE, words]."""
+    """Returns x [ROWS, TILE] plus the products of query parts [ROWS, words] and keys [TILE, words]."""
     for e in tl.static_range(len(keys)):
         x = tl.dot(q[e], tl.trans(keys[e]), x, input_precision="ieee")
     return x
@@ -42,7 +42,7 @@ def _tile(
     LATENT: tl.constexpr, ROTARY: tl.constexpr, PAD_L: tl.constexpr, PAD_R: tl.constexpr,
     MASKED: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows; state as in `paged`."""
+    """Adds one tile of rows to the state, as in `paged`."""
     acc, top, den, zeros, reference, page = state
     _, offset = places(at, TILE, PAGE)
     pos = at + tl.arange(0, TILE)
@@ -108,7 +108,7 @@ def _tile(
 
 @triton.jit
 def _largest(q_row, there, first, E: tl.constexpr, COUNT: tl.constexpr, PAD: tl.constexpr):
-    """The largest magnitude of COUNT numbers from `first` on: float32 [ROWS]."""
+    """Returns the largest magnitude of COUNT numbers from `first` on: float32 [ROWS]."""
     c = tl.arange(0, E * PAD)
     raw = tl.load(q_row[:, None] + (first + c)[None, :],
                   mask=there[:, None] & (c < COUNT)[None, :], other=0.0)  # fmt: skip
@@ -120,7 +120,7 @@ def _query_parts(
     q_row, there, by, first, K: tl.constexpr, COUNT: tl.constexpr, PAD: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Operands of COUNT numbers from `first` on, times by [ROWS]: one for each element of a word."""
+    """Returns operands of COUNT numbers from `first` on, times by [ROWS]: one for each element of a word."""
     ELEMENTS: tl.constexpr = K.elements
     j = tl.arange(0, PAD)
     parts = ()
@@ -147,10 +147,10 @@ def latent_attention(
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: one item. Causal. Writes `out` if DIRECT and its sequence is one item long, else parts.
+    """Program: one item, causal. Writes `out` if DIRECT and its sequence is one item long, else parts.
 
     q: [T, GROUP, LATENT + ROTARY] by its strides. out: [T, GROUP, LATENT]. partial: [items, 1, ROWS, LATENT].
-    The other arguments are those of `paged_attention`.
+    Other arguments: as in `paged_attention`.
     """
     if AHEAD:
         gdc_launch_dependents()

@@ -1,8 +1,8 @@
-"""Long runs of queries over latents: keys and values of all heads are made of the decoded rows first.
+"""Long runs of queries over latents: first expands the decoded rows to keys and values of all heads.
 
 A query of a head costs 1088 multiplications with a stored row of 512 + 64 numbers, and 320 with a key of
-192 and a value of 128. Making those costs 131,072 for a row and head, so from a few hundred queries on it
-is cheaper. Stored rows before this step's are taken in pieces, which bounds memory; parts are joined by
+192 and a value of 128. Expanding costs 131,072 per row and head, so it is cheaper from a few hundred queries
+on. Rows that earlier steps stored are expanded in pieces, which bounds memory. Parts are joined by
 their log-sum-exp.
 """
 
@@ -17,7 +17,7 @@ from kvant.attention.triton.prefill import decoded, join
 from kvant.kv.pool import LayerCache
 
 MOST_BYTES = 1 << 28
-"""Bytes that the keys and values made at once may take; one page of tokens may take more."""
+"""Maximum bytes of expanded keys and values at once; the tokens of one page may exceed it."""
 
 
 def attend_expanded(
@@ -28,7 +28,7 @@ def attend_expanded(
     params: AttentionParams,
     expand: Expand,
 ) -> None:
-    """Fill the rows of `step.long` in out [T, num_q_heads, head_dim of values].
+    """Writes the rows of `step.long` in out [T, num_q_heads, head_dim of values].
 
     q: [T, num_q_heads, head_dim of keys], in 16 bits. expand: see `ExpandingBackend`.
     """
@@ -37,7 +37,7 @@ def attend_expanded(
     for one in step.long:
         rows = slice(one.first_token, one.first_token + one.num_tokens)
         before = one.length - one.num_tokens
-        # The step's own tokens first: as many as queries, and causal.
+        # The step's own tokens come first: one per query, so causal.
         found, lse = _part(cache, q[rows], step, params, expand, one, before, one.length)
         for start in range(0, before, at_once):
             end = min(before, start + at_once)
@@ -58,13 +58,13 @@ def _part(
     start: int,
     end: int,
 ) -> tuple[Tensor, Tensor]:
-    """q [n, heads, width] over tokens start .. end: [n, heads, width] and its log-sum-exp [heads, n].
+    """Attends with q [n, heads, width] over tokens start .. end: [n, heads, width], log-sum-exp [heads, n].
 
-    All of them, or, if they are the queries' own, causally.
+    Causal if these are the queries' own tokens; otherwise every query sees all of them.
     """
     stored = decoded(cache, 0, step, one, end - start, q.dtype, skipped=start)
     k, v = expand(stored[0, :, 0])
-    if v.shape[2] < k.shape[2]:  # the product takes one width
+    if v.shape[2] < k.shape[2]:  # torch's attention needs equal widths
         v = F.pad(v, (0, k.shape[2] - v.shape[2]))
     causal = end == one.length
     sides = [x.transpose(0, 1)[None] for x in (q, k, v)]

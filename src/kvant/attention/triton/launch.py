@@ -25,13 +25,13 @@ def lanes(num_seqs: int) -> int:
 
 
 def ahead(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin while the kernel before still runs, where devices can do that."""
+    """Returns options of a launch that may start while the previous kernel runs, if the device can do so."""
     found = launches_ahead(device)
     return {"AHEAD": found, **({"launch_pdl": True} if found else {})}
 
 
 def rotate(x: Tensor, block: int) -> Tensor:
-    """Rows of x [.., n] (contiguous or not) rotated and divided by `block`: float32."""
+    """Rotates rows of x [.., n] (contiguous or not) and divides them by `block`: float32 [.., n]."""
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.float32)
     n = x.shape[-1]
@@ -45,7 +45,7 @@ def rotate(x: Tensor, block: int) -> Tensor:
 
 
 def words(planes: tuple[Tensor, ...], format: Format) -> tuple[Tensor, Tensor | None]:
-    """Planes [num_pages, page_size, num_kv_heads, width] as kernels load them: words, scales or None."""
+    """Views planes [num_pages, page_size, num_kv_heads, width] for kernels: words, scales or None."""
     codes = planes[0].view(format.word)
     if format.scale_word is None:
         return codes, None
@@ -53,7 +53,7 @@ def words(planes: tuple[Tensor, ...], format: Format) -> tuple[Tensor, Tensor | 
 
 
 def shifts(device: torch.device, *formats: Format) -> Tensor | None:
-    """int32 [4] for `words.load_24_bit_words`; None where no format has such words."""
+    """Returns int32 [4] for `words.load_24_bit_words`; None if no format has such words."""
     return _shifts(device) if any(f.load is load_24_bit_words for f in formats) else None
 
 
@@ -63,7 +63,7 @@ def _shifts(device: torch.device) -> Tensor:
 
 
 def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
-    """Return planes [num_pages, page_size, num_kv_heads, width] for the writer: codes, scale bits or None."""
+    """Views planes [num_pages, page_size, num_kv_heads, width] for the writer: codes, scale bits or None."""
     if len(planes) == 1:
         return planes[0], None
     bits = {torch.float32: torch.int32, torch.float16: torch.int16}
@@ -72,17 +72,17 @@ def stores(planes: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
 
 
 def page_units(cache: LayerCache) -> int:
-    """Units of 16 bytes from a page to the next one, the same in each of the layer's planes."""
+    """Returns the distance of two pages in units of 16 bytes, the same in each of the layer's planes."""
     return cache.page_stride // 16
 
 
 def pad(head_dim: int, format: Format) -> int:
-    """Words of a row, padded to a power of two that a matrix product takes."""
+    """Returns the words of a row, padded to a power of two that a matrix product takes."""
     return max(16, int(triton.next_power_of_2(head_dim // format.elements)))
 
 
 def listed_items(step: Step, cut: Cut, window: int, *, tokens: bool) -> Tensor:
-    """The step's items, or its tokens, as `list_items` finds them: once for all layers cut alike."""
+    """Returns the step's items, or its tokens, from `list_items`; computed once for all layers cut alike."""
     shape, count = cut.shape, cut.tokens if tokens else cut.items
     key = (
         count,

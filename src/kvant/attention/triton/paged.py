@@ -4,9 +4,9 @@ Rows are (query, head of the group) pairs of one KV head, so the kernel reads K 
 It computes an online softmax in base 2. Scores stay *raw*: the row's factor (softmax scale, outer key scale
 and normalisation of the query) enters together with the exponential, in one fused multiply-add.
 
-A layer with wide rows (`kvant.kv.spec.WideRows`) takes two launches where `both_attention` does not serve
-the step. The first one reads the narrow form of the keys between the first ones and the latest, and leaves
-float32 rows with their log-sum-exp. The second one reads the other keys in their wide form and joins both.
+A layer with wide rows (`kvant.kv.spec.WideRows`) takes two launches if `both_attention` does not serve
+the step. The first launch reads the narrow form of the keys between the first ones and the latest, and leaves
+float32 rows with their log-sum-exp. The second reads the other keys in their wide form and joins both.
 
 Products with 8- and 4-bit keys are float16. The query is divided by its row's largest magnitude, so that
 nothing overflows. Probabilities times value scales are divided by the largest value scale so far and stay
@@ -26,20 +26,20 @@ from kvant.attention.triton.workmap import find_item, listed, tiles_per_split
 LOWEST = tl.constexpr(-1.0e30)
 HEADROOM = tl.constexpr(32768.0)
 LOG2E = tl.constexpr(1.4426950408889634)
-NARROW = tl.constexpr(1)  # of two forms: keys between the first ones and the latest
-WIDE = tl.constexpr(2)  # the other keys, whose rows are stored a second time
-SMALL = tl.constexpr(2.0**-100)  # least reference for value scales: HEADROOM / SMALL is finite
+NARROW = tl.constexpr(1)  # the form of keys between the first ones and the latest
+WIDE = tl.constexpr(2)  # the form of the other keys, whose rows are stored a second time
+SMALL = tl.constexpr(2.0**-100)  # minimum reference for value scales: HEADROOM / SMALL is finite
 
 
 @triton.jit
 def operand(x, FORMAT: tl.constexpr, FULL: tl.constexpr):
-    """x in the operand type of this format's products; float32 if FULL."""
+    """Converts x to the operand type of this format's products; float32 if FULL."""
     return x.to(tl.float32 if FULL else FORMAT.operand)
 
 
 @triton.jit
 def elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.constexpr):
-    """Decoded elements of a tile of words, block scales multiplied in."""
+    """Decodes the elements of a tile of words, and applies block scales."""
     found = FORMAT.decode(words, PTX)
     parts = ()
     for e in tl.static_range(len(found)):
@@ -54,7 +54,10 @@ def elements(words, scales, FORMAT: tl.constexpr, FULL: tl.constexpr, PTX: tl.co
 
 @triton.jit
 def places(at, TILE: tl.constexpr, PAGE: tl.constexpr):
-    """Page table columns and offsets in the page, [TILE] each, of tokens from `at` on; at % TILE == 0."""
+    """Returns page table columns and offsets in the page, [TILE] each, of tokens from `at` on.
+
+    At % TILE == 0.
+    """
     n = tl.arange(0, TILE)
     if TILE % PAGE == 0:
         return at // PAGE + n // PAGE, n % PAGE
@@ -72,7 +75,7 @@ def page_ids(pages, at, end, TILE: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def row_at(pointer, page, small, page_units, WIDTH: tl.constexpr):
-    """Pointers to rows of WIDTH elements in a plane.
+    """Returns pointers to rows of WIDTH elements in a plane.
 
     pointer: the row of head 0 and offset 0 in page 0. small: (offset in page) * HEADS + head. page_units:
     see `launch.page_units`.
@@ -86,7 +89,7 @@ def _block_scales(
     pointer, page, small, there, page_units, FORMAT: tl.constexpr, HEAD: tl.constexpr,
     WORDS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Block scales of rows as float16, spread over the words: [rows, WORDS]."""
+    """Loads block scales of rows as float16, spread over the words: [rows, WORDS]."""
     PER: tl.constexpr = FORMAT.block // FORMAT.elements  # words of a block
     SLOTS: tl.constexpr = WORDS // PER
     BLOCKS: tl.constexpr = HEAD // FORMAT.block
@@ -109,7 +112,7 @@ def _tile(
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, FULL: tl.constexpr, FIXED: tl.constexpr,
     PTX: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys and values. next_at: where the next one begins.
+    """Adds one tile of keys and values to the state. next_at: begin of the next tile.
 
     state: accumulators, max, sum, sum times zero points or minima, largest value scale, page ids of the
     tile.
@@ -139,7 +142,7 @@ def _tile(
         there[:, None] & (jv < WORDS_V)[None, :], shifts, MASKED or PAD_V != WORDS_V, PTX,
     )  # fmt: skip
 
-    # Pages of the next tile, so that loads of keys and values never wait for a page id.
+    # Loads the pages of the next tile, so that loads of keys and values never wait for a page id.
     next_page = page_ids(pages, next_at, end, TILE, PAGE)
 
     block = 0.0
@@ -182,7 +185,7 @@ def _tile(
         if V.minimum:
             zeros = zeros * fade + tl.sum(p * zero[None, :], 1)
         if FIXED:
-            # Every row uses the keys that it sees: other queries of the block must not change its bits.
+            # Every row uses only keys that it sees: other queries of the block must not change its bits.
             if MASKED:
                 seen = tl.max(tl.where(ok, scale[None, :], 0.0), 1)
             else:
@@ -194,7 +197,7 @@ def _tile(
             new_reference = tl.maximum(reference, tl.max(scale, 0))
             p *= (scale * (HEADROOM / new_reference))[None, :]
         ratio = reference / new_reference
-        if FIXED:  # a division of equals need not be 1, and a tile that a row cannot see must be
+        if FIXED:  # dividing equal numbers need not give 1, and an unseen tile must give 1
             ratio = tl.where(new_reference > reference, ratio, 1.0)
         fade *= ratio
         reference = new_reference
@@ -226,7 +229,7 @@ def _query_part(pointer, there, words, sign, normal,
 @triton.jit
 def clear(out, first, end, step, head, GROUP: tl.constexpr, HEADS: tl.constexpr,
            HEAD: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """Zeros for one KV head's query heads of every `step`-th token."""
+    """Writes zeros for one KV head's query heads of every `step`-th token."""
     c = tl.arange(0, PAD)
     for token in range(first, end, step):
         for i in range(GROUP):
@@ -236,9 +239,9 @@ def clear(out, first, end, step, head, GROUP: tl.constexpr, HEADS: tl.constexpr,
 
 @triton.jit
 def with_narrow(o, lse, narrow, narrow_lse, row, there, mask, c, HEAD_V: tl.constexpr):
-    """Rows o [rows, columns] of wide keys, joined with those of the others. lse: [rows], base 2.
+    """Joins rows o [rows, columns] of wide keys with the rows of the other keys. lse: [rows], base 2.
 
-    narrow: [.., HEAD_V] float32, narrow_lse: their rows; row: which ones [rows]. mask: as of o.
+    narrow: [.., HEAD_V] float32; narrow_lse: log-sum-exp of its rows; row: their indices [rows]. mask: of o.
     """
     other = tl.load(narrow_lse + row, mask=there, other=float("-inf"))
     part = tl.load(narrow + row[:, None] * HEAD_V + c[None, :], mask=mask, other=0.0)
@@ -257,9 +260,10 @@ def sum_of_parts(
     HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, VALID: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Sums [VALID, PAD] over the items first .. first + count, their weights 2^top [VALID], and their sums.
+    """Returns weighted sums [VALID, PAD] over items first .. first + count, with top [VALID] and den.
 
-    r: rows of a block [VALID]; there: which to read. top, den: what joins them, for instance sinks.
+    top, den: base-2 maximum and sum of weights so far, for instance of sinks. r: rows of a block [VALID];
+    there: which to read.
     """
     c = tl.arange(0, PAD)
     s = tl.arange(0, AT_ONCE)
@@ -289,7 +293,7 @@ def _join(
     ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
     ROTATED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The first VALID rows of a block, from its items first .. first + splits."""
+    """Joins the first VALID rows of a block from its items first .. first + splits, and writes them."""
     r = tl.arange(0, VALID)
     c = tl.arange(0, PAD)
     at_row = block * ROWS + r
@@ -334,10 +338,10 @@ def attend_item(
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr, FORM: tl.constexpr,
     WAIT: tl.constexpr = False,
 ):  # fmt: skip
-    """Rows [ROWS, E * PAD_V] of one item divided by their sums, and their log-sum-exp [ROWS] in base 2.
+    """Returns rows [ROWS, E * PAD_V] of one item, divided by their sums; log-sum-exp [ROWS] in base 2.
 
-    Arguments as of `paged_attention`. block: of the sequence's query rows; split: of `splits`. Values stored
-    rotated stay so. WAIT: waits for the kernel before, after it has read page ids.
+    Arguments: as in `paged_attention`. block: of the sequence's query rows; split: index among `splits`.
+    Values that are stored rotated stay rotated. WAIT: waits for the previous kernel after it has read page ids.
     """
     ELEMENTS_K: tl.constexpr = K.elements
     ELEMENTS_V: tl.constexpr = V.elements
@@ -393,7 +397,7 @@ def attend_item(
         end = tl.minimum(end, begin + step)
 
     pages = page_table + seq.to(tl.int64) * max_pages
-    # Tiles before the others: keys that are wide because they are first, and a tile with some of them.
+    # Tiles before the others: wide keys at the begin, and a tile that has some of them.
     before = 0 * begin
     before_from = begin
     if FORM == NARROW and not FIXED:
@@ -408,7 +412,7 @@ def attend_item(
     if WAIT:
         gdc_wait()
 
-    # the query: largest magnitude of each row, then its parts
+    # Loads the query: the largest magnitude of each row, then its parts.
     token = (first_token + query).to(tl.int64)
     q_row = q_ptr + token * q_stride_token + query_head * q_stride_head
     jk = tl.arange(0, PAD_K)
@@ -451,8 +455,8 @@ def attend_item(
         reference = tl.full((ROWS,), SMALL, tl.float32)
     state = (acc, top, den, zeros, reference, first_page)
     masked_from = open_from
-    # FIXED: which tiles need a mask depends on the other queries of the block, and two loops compiled
-    # apart may round differently.
+    # FIXED: which tiles need a mask depends on the other queries of the block, and two separately compiled
+    # loops may round differently.
     if not WINDOW and not FIXED:
         masked_from = open_from + tl.maximum(tl.minimum(whole, end) - open_from, 0) // TILE * TILE
         for at in range(open_from, masked_from, TILE):
@@ -502,7 +506,7 @@ def attend_item(
     else:
         shrink = tl.full((ROWS,), 1.0, tl.float32)
     value = tl.where(den > 0, shrink / den, 0.0 * den)  # NaN stays NaN
-    less = zeros * (-value)  # minima are added, and not in units of the largest scale
+    less = zeros * (-value)  # minima are added, without the factor of the largest scale
     if V.per_row:
         value *= reference / HEADROOM
     if V_OUTER > 0:
@@ -551,17 +555,17 @@ def paged_attention(
     out: [T, HEADS * GROUP, HEAD_V], rotated back if values are stored rotated.
     partial: [items, HEADS, ROWS, HEAD_V] float32, each row divided by its sum.
     partial_lse: [items, HEADS, ROWS] float32, base 2.
-    shifts: see `load_24_bit_words`. page_units: from a page to the next one, see `launch.page_units`.
+    shifts: see `load_24_bit_words`. page_units: distance of two pages, see `launch.page_units`.
     k_outer, v_outer: float32 scales outside the pages. K_OUTER, V_OUTER: 0 none, 1 for [1], 2 for [HEADS].
     FIXED: an item is `least` tiles counted from token 0, in any batch. LISTED: items is from `list_items`.
     JOIN: the last program of a row's items joins their partial results, AT_ONCE items at a time and in order;
     JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
-    arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: launched while the kernel
-    before still runs. EARLY: the work map and page ids, which that kernel does not write, are read meanwhile.
+    arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: starts while the previous kernel
+    runs. EARLY: meanwhile reads the work map and page ids, which that kernel does not write.
     LANES: see `launch.lanes`.
-    FORM: 0, or which form of the keys it reads: NARROW from key `sink` on and without the latest `lag` keys
-    of a query, and leaves `out`, in float32, and narrow_lse [T, HEADS * GROUP], in base 2; WIDE the first
-    `sink` keys and a `window`, and joins narrow, which has the shape of `out`, and narrow_lse.
+    FORM: 0, or the form of keys to read. NARROW reads keys from `sink` on without a query's latest `lag`
+    keys; it writes float32 `out` and narrow_lse [T, HEADS * GROUP], in base 2. WIDE reads the first `sink`
+    keys and a `window`, and joins the result with narrow, which has the shape of `out`, and narrow_lse.
     """
     if AHEAD:
         gdc_launch_dependents()

@@ -36,11 +36,11 @@ _BLOCKS = tuple(LONG_STRIDE << i for i in reversed(range(8)))
 """Sizes of key blocks before the square; the remaining keys go into the square."""
 
 _MOST_TOGETHER = 32
-"""Most sequences in one call of cuDNN."""
+"""Maximum number of sequences in one call of cuDNN."""
 
 
 def serves(cache: LayerCache, q: Tensor, params: AttentionParams, *, causal: bool) -> bool:
-    """True if cuDNN serves this layer. Only the dtype and device of q [T, num_q_heads, head_dim] matter."""
+    """Whether cuDNN serves this layer. Only the dtype and device of q [T, num_q_heads, head_dim] matter."""
     plain = params.window is None and not params.softcap and params.sinks is None
     return causal and plain and _serves(cache.spec.geometry, q.dtype, q.device)
 
@@ -60,18 +60,18 @@ def _serves(g: LayerGeometry, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def square_size(num_tokens: int) -> int:
-    """Round `num_tokens` up to the size of a square; there are few sizes."""
+    """Rounds `num_tokens` up to the size of a square; there are few sizes."""
     step = 256 if num_tokens <= 2048 else 1024
     return -(-num_tokens // step) * step
 
 
 def _fewest(size: int) -> int:
-    """Tokens of the shortest long stretch that has a square of this size."""
+    """Returns the tokens of the shortest long query run that has a square of this size."""
     return max(LONG, size - (256 if size <= 2048 else 1024) + 1)
 
 
 def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int, bool]]:
-    """(sequences, queries, keys, causal) of every product that steps of up to max_num_tokens can need."""
+    """Yields (sequences, queries, keys, causal) of every product for steps of up to max_num_tokens."""
     squares = {square_size(n) for n in range(LONG, max_num_tokens + _BLOCKS[-1] + 1, 256)}
     for size in sorted(squares):
         yield 1, size, size, True
@@ -84,7 +84,7 @@ def sizes(max_num_tokens: int, max_length: int) -> Iterator[tuple[int, int, int,
 
 
 def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: int) -> None:
-    """Plan every shape in cuDNN, and compile the joining kernel for every pair of dtypes, at start.
+    """Plans every shape in cuDNN, and compiles the joining kernel for every pair of dtypes, at start.
 
     A request would otherwise wait 27 ms for each new shape. Layers of other backends are skipped.
     """
@@ -106,7 +106,7 @@ def prepare(pool: KVPool, dtype: torch.dtype, max_num_tokens: int, max_length: i
 def attend_long(
     cache: LayerCache, q: Tensor, out: Tensor, step: Step, params: AttentionParams
 ) -> None:
-    """Attend causally to the queries of `step.long`; other rows of `out` stay as they are.
+    """Attends causally to the queries of `step.long`; other rows of `out` keep their values.
 
     q, out: [T, num_q_heads, head_dim] in one 16-bit dtype.
     """
@@ -119,7 +119,10 @@ def attend_long(
 
 
 def _together(long: Sequence[LongQuery]) -> Iterator[Sequence[LongQuery]]:
-    """Group neighbours with the same square size, a power of two each; sequences with a prefix stay alone."""
+    """Groups neighbours of the same square size, a power of two of them.
+
+    Sequences with a prefix stay alone.
+    """
     start = 0
     while start < len(long):
         size = square_size(long[start].num_tokens)
@@ -139,7 +142,7 @@ def _attend_new(
     params: AttentionParams,
     some: Sequence[LongQuery],
 ) -> None:
-    """Sequences without stored tokens, neighbours in the step, each a square of one size."""
+    """Attends for neighbouring sequences without stored tokens, each a square of the same size."""
     size, first = square_size(some[0].num_tokens), some[0]
     k = decoded(cache, 0, step, first, size, q.dtype, len(some))
     v = decoded(cache, 1, step, first, size, q.dtype, len(some))
@@ -168,7 +171,7 @@ def _attend_one(
     params: AttentionParams,
     long: LongQuery,
 ) -> None:
-    """One sequence, with any number of stored tokens before this step."""
+    """Attends for one sequence, with any number of stored tokens before this step."""
     prefix = long.length - long.num_tokens
     spare = prefix % _BLOCKS[-1]
     before = prefix - spare
@@ -206,7 +209,7 @@ def _attend_one(
 def _packed(
     q: Tensor, step: Step, first: LongQuery, size: int, spare: int, count: int = 1
 ) -> Tensor:
-    """Queries of `count` sequences, each behind `spare` zeros: [count, size, num_q_heads, head_dim]."""
+    """Returns queries of `count` sequences, each after `spare` zeros: [count, size, heads, head_dim]."""
     squares = torch.empty(count, size, *q.shape[1:], dtype=q.dtype, device=q.device)
     width = q.shape[1] * q.shape[2]
     pack_rows[(size, count)](
@@ -226,9 +229,10 @@ def decoded(
     count: int = 1,
     skipped: int = 0,
 ) -> Tensor:
-    """Stored keys (side 0) or values (side 1) of `count` sequences from `first` on, decoded.
+    """Decodes stored keys (side 0) or values (side 1) of `count` sequences from `first` on.
 
-    [count, tokens, num_kv_heads, head_dim] from token `skipped` on, zeros behind each one's end.
+    Returns [count, tokens, num_kv_heads, head_dim] in dtype, from token `skipped` on, with zeros past each
+    end.
     """
     g = cache.spec.geometry
     choice, planes, scale, head = (
@@ -252,12 +256,12 @@ def decoded(
 
 
 def _cut(x: Tensor, rows: slice) -> Tensor:
-    """Rows of the one sequence of x, as a batch of one with the strides that cuDNN planned for."""
+    """Returns rows of the one sequence in x, as a batch of one with the strides that cuDNN planned for."""
     return x[0, rows][None]
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """The products that cover `count` keys, the longest first."""
+    """Yields slices that cover `count` keys, the longest first."""
     start = 0
     for size in _BLOCKS:
         while count - start >= size:
@@ -268,8 +272,9 @@ def _blocks(count: int) -> Iterator[slice]:
 def _product(
     q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """q [b, n, num_q_heads, d], k and v [b, m, num_kv_heads, d] -> [b, n, num_q_heads, d] and its
-    log-sum-exp [b, num_q_heads, n].
+    """Attends with q [b, n, num_q_heads, d] over k and v [b, m, num_kv_heads, d].
+
+    Returns [b, n, num_q_heads, d] and its log-sum-exp [b, num_q_heads, n].
     """
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q.transpose(1, 2),
@@ -286,7 +291,10 @@ def _product(
 
 
 def join(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor, out: Tensor) -> Tensor:
-    """Fill out [n, heads, d] with both parts together; their lse [heads, n]. b may be longer."""
+    """Joins a and b [n, heads, d] into out by their lse [heads, n]; returns the joined lse.
+
+    b may be longer.
+    """
     n, heads, d = out.shape
     lse = torch.empty(heads, n, dtype=torch.float32, device=out.device)
     at_once = 8

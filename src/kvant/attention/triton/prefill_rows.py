@@ -1,4 +1,4 @@
-"""Kernels beside those of a prompt: rows of sequences in equal blocks and back, two attentions joined."""
+"""Helper kernels for prompts: copy sequences' rows to equal blocks and back, join two attention results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def join_rows(
     a, a_token, a_lse, a_lse_head, b, b_token, b_lse, b_lse_head, out, out_lse, num_heads,
     D: tl.constexpr, PAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, AT_ONCE heads). a, b, out: [tokens, heads, D], heads side by side.
+    """Program (token, AT_ONCE heads). a, b, out: [tokens, heads, D], with adjacent heads.
 
     a_lse, b_lse: [heads, tokens] in natural logarithms, as is out_lse (contiguous).
     """
@@ -42,7 +42,7 @@ def pack_rows(
 ):  # fmt: skip
     """Program (row, block): block b [size, WIDTH] gets the rows of sequence first_seq + b.
 
-    They follow `spare` rows; all other rows become zeros. x: [T, WIDTH], rows `stride` apart.
+    They come after `spare` rows; all other rows become zeros. x: [T, WIDTH], rows `stride` apart.
     """
     row = tl.program_id(0)
     block = tl.program_id(1)
@@ -61,7 +61,7 @@ def pack_rows(
 def unpack_rows(
     blocks, out, cu_seqlens_q, first_seq, size, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):  # fmt: skip
-    """Program (row, block): copy the blocks of `pack_rows` with spare 0 back into out [T, WIDTH]."""
+    """Program (row, block): copies the blocks of `pack_rows` with spare 0 back into out [T, WIDTH]."""
     row = tl.program_id(0)
     block = tl.program_id(1)
     first = tl.load(cu_seqlens_q + first_seq + block)

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k, and storing of k and v, in one launch."""
+"""Rotates q and k, and stores k and v, in one launch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _rotated(
     HEAD: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
     NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Rows [.., HEAD] that begin at `at`, of which the first ROTARY numbers turn in pairs (a, b).
+    """Loads rows [.., HEAD] from `at`, normalises them, and rotates pairs (a, b) of the first ROTARY numbers.
 
     (a, b) -> (a cos - b sin, b cos + a sin). WAIT: waits for the kernel before, which writes the rows, once
     weights and angles are read.
@@ -90,10 +90,9 @@ def rotate_and_store(
 ):  # fmt: skip
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
-    qkv: [T, (Q_STEP * Q_HEADS + 2 HEADS) * HEAD] by its stride, a head of q every Q_STEP heads. cos, sin:
-    [.., ROTARY / 2], of the row's position or, without BY_POSITION, of the row's token. q_out:
-    [T, Q_HEADS, HEAD]. The other arguments are those of `store_rows`. AHEAD: launched while the kernel
-    before still runs.
+    qkv: [T, (Q_STEP * Q_HEADS + 2 HEADS) * HEAD] by its stride; every Q_STEP-th head is one of q. cos, sin:
+    [.., ROTARY / 2], indexed by position if BY_POSITION, else by token. q_out: [T, Q_HEADS, HEAD]. Other
+    arguments: as in `store_rows`. AHEAD: starts while the previous kernel runs.
     """
     if AHEAD:
         gdc_launch_dependents()

@@ -1,7 +1,7 @@
 """The Walsh-Hadamard transform of rows, for formats that store rotated rows.
 
-Attention never rotates K or V back: (H k) . (H q) / B equals k . q. The sum over rotated values is
-rotated back once, in the output row.
+Attention never rotates K or V back: (H k) . (H q) / B equals k . q. The output row, a sum over rotated
+values, is rotated back once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr):
-    """Unnormalised, in blocks of SIZE along the columns of x [ROWS, COLUMNS]; float32 butterflies.
+    """Transforms x [ROWS, COLUMNS] in blocks of SIZE along the columns, unnormalised; float32 butterflies.
 
-    Stride 1, 2, 4, .. SIZE / 2, each (a, b) -> (a + b, a - b): the order of the definition.
+    Strides 1, 2, 4, .. SIZE / 2, each (a, b) -> (a + b, a - b): the order of the definition.
     """
     STAGES: tl.constexpr = SIZE.bit_length() - 1
     for stage in tl.static_range(STAGES):

@@ -1,4 +1,4 @@
-"""The writer: encode rows of K and V and store them in their slots, in one launch."""
+"""The writer: encodes rows of K and V and stores them in their slots, in one launch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def encode_rows(
     FORMAT: tl.constexpr, OUTER: tl.constexpr, HEAD: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Store rows x [ROWS, PAD] of pages `page`, at (offset in page) * HEADS + head = small, where `there`.
+    """Stores rows x [ROWS, PAD] in `page`, at `small` = (offset in page) * HEADS + head, where `there`.
 
-    page, small, head, there: [ROWS]. codes, scales, page_units: see `row_at`.
-    x is zero beyond HEAD and where not there. count: int64, of values whose magnitude is above MOST times
-    the outside scale; MOST 0: not counted. OUTER: see `paged_attention`.
+    page, small, head, there: [ROWS]. codes, scales, page_units: see `row_at`. x is zero past HEAD and where
+    not `there`. count: int64, number of values whose magnitude exceeds MOST times the outside scale; MOST 0:
+    not counted. OUTER: see `paged_attention`.
     """
     if MOST > 0:
         reach = tl.full((ROWS,), MOST, tl.float32)

@@ -23,7 +23,7 @@ def shape_for(
     crowd: float = 1.0,
     single: bool = False,
 ) -> Shape:
-    """The shape for `rows` query rows of one sequence and KV head. head_dims: of K and V.
+    """Returns the shape for `rows` query rows of one sequence and KV head. head_dims: of K and V.
 
     full: float32 products. crowd: sequences times KV heads, divided by the number of multiprocessors. If it
     is small, every sequence is split often, and larger programs with fewer parts to join are faster.
@@ -43,9 +43,9 @@ def shape_for(
             return _native_row(crowd, single=single)
         if codes == (Encoding.E4M3FN, Encoding.E4M3FN) and crowd <= 1 / 16:
             return Shape(16, 128, 4, 2, 3)
-        # One byte each: six programs lose most of their advantage elsewhere.
+        # One byte per element in both: six programs lose most of their advantage otherwise.
         programs = _six_or_eight(crowd, 1.2) if a.elements == b.elements == 2 else 8
-        # Words of 16 bits in both; eight elements of 3 bits make longer ones.
+        # Words of 16 bits in both; eight elements of 3 bits have longer words.
         short = a.word_bits == b.word_bits == 16 and min(a.elements, b.elements) >= 4
         if short or Encoding.E4M3FN in codes:
             return Shape(16, 64, 1, 2, programs)
@@ -54,8 +54,8 @@ def shape_for(
         return Shape(32, 32, 4, 2, 2)
     if Encoding.FLOAT16 in (k.format.scale_encoding, v.format.scale_encoding):
         return Shape(32, 32, 1, 2, 8)
-    # Not 64 rows where a row of K or V is 32 words and less: Triton 3.6 then multiplies with wgmma,
-    # whose operand of 32 columns it reads past the end of shared memory.
+    # Not 64 rows if a row of K or V has at most 32 words: Triton 3.6 then multiplies with wgmma, and reads
+    # its operand of 32 columns past the end of shared memory.
     narrow = min(head_dims[0] // a.elements, head_dims[1] // b.elements) <= 32
     if rows <= 32 or (narrow and 4 not in (a.elements, b.elements)):
         return Shape(32, 64, 4, 2, 2)
@@ -69,9 +69,9 @@ def shape_for(
 
 
 def latent_shape(k: KVDtype, *, full: bool) -> Shape:
-    """The shape for latents. full: as in `shape_for`.
+    """Returns the shape for latents. full: as in `shape_for`.
 
-    On an H200 it read 64 x 8192 bfloat16 rows of 512 + 64 at 77 % of the memory's speed for 16 heads.
+    On an H200 it read 64 x 8192 bfloat16 rows of 512 + 64 at 77 % of the memory bandwidth for 16 heads.
     """
     if full or k.format.encoding is Encoding.FLOAT32:
         return Shape(16, 16, 4, 1, 1)
@@ -79,20 +79,20 @@ def latent_shape(k: KVDtype, *, full: bool) -> Shape:
 
 
 def _native_row(crowd: float, *, single: bool) -> Shape:
-    """The shape for 16-bit caches and up to 16 rows. crowd, single: as in `shape_for`."""
-    if crowd <= 0.1:  # parts are long: joining them is most of it
+    """Returns the shape for 16-bit caches and up to 16 rows. crowd, single: as in `shape_for`."""
+    if crowd <= 0.1:  # there are many parts, and joining them takes most of the time
         return Shape(16, 64, 4, 2, 3)
-    if single and 1.6 <= crowd <= 2:  # two programs a multiprocessor, with a whole sequence each
+    if single and 1.6 <= crowd <= 2:  # two programs per multiprocessor, with a whole sequence each
         return Shape(16, 128, 4, 2, 2)
-    # Eight that are as busy as six wait for memory a little longer.
+    # Eight programs that are as busy as six wait a little longer for memory.
     return Shape(16, 32, 1, 2, _six_or_eight(crowd, 0.965))
 
 
 def _six_or_eight(crowd: float, gain: float) -> int:
-    """Programs per multiprocessor: six if they are at least `gain` times as busy as eight."""
+    """Returns programs per multiprocessor: six if they are at least `gain` times as busy as eight."""
 
     def busy(programs: int) -> float:
-        """Share of the time that programs work, if equal sequences are split into equal parts."""
+        """Returns the share of time that programs work, if equal sequences are split into equal parts."""
         parts = max(1, programs // crowd)
         return parts * crowd / (programs * max(1, ceil(crowd / programs)))
 
@@ -100,7 +100,7 @@ def _six_or_eight(crowd: float, gain: float) -> int:
 
 
 def dense_shape(head_dim: int, *, causal: bool) -> Shape:
-    """The shape of `dense_attention`, which ignores programs and least."""
+    """Returns the shape of `dense_attention`, which ignores programs and least."""
     if head_dim > 128:
         return Shape(128, 64, 8, 2, 1)
     if head_dim < 128:
@@ -109,7 +109,7 @@ def dense_shape(head_dim: int, *, causal: bool) -> Shape:
 
 
 def dense_bytes(head_dim: int, *, causal: bool) -> int:
-    """Shared memory in bytes of a `dense_attention` program on Hopper, less up to 1 KiB.
+    """Returns the shared memory in bytes of a `dense_attention` program on Hopper, up to 1 KiB too low.
 
     It holds queries, and keys and values of the tiles in flight. Other devices use less.
     """

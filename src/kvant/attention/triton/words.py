@@ -1,4 +1,4 @@
-"""Words of codes: loading them from pages, and decoders that several formats share."""
+"""Words of codes: loads them from pages, and decodes codes that several formats share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import triton.language as tl
 
 @triton.jit
 def float16_of(bits):
-    """The float16 numbers with these bits (the low 16 of any integer type)."""
+    """Returns the float16 numbers with these bits (the low 16 of any integer type)."""
     return bits.to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def load_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexpr):
-    """Words j [PAD] of rows at pointer [rows, 1]: [rows, PAD].
+    """Loads words j [PAD] of rows at pointer [rows, 1]: [rows, PAD].
 
-    there: [rows, PAD], the words to load where MASKED; others are 0. shifts: for `load_24_bit_words`.
+    there: [rows, PAD], the words to load if MASKED; others are 0. shifts: for `load_24_bit_words`.
     """
     if MASKED:
         return tl.load(pointer + j[None, :], mask=there, other=0)
@@ -26,14 +26,14 @@ def load_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexp
 
 @triton.jit
 def load_24_bit_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.constexpr):
-    """`load_words` for words of 24 bits; pointer counts units of 32 bits.
+    """Implements `load_words` for words of 24 bits; pointer counts units of 32 bits.
 
     A word spans one or two units. The result is int32 with undefined upper 8 bits. shifts: int32 [4], the bit
-    where words 0 to 3 begin in their unit. The shifts are loaded from memory: the compiler decodes in the
-    operand registers of a product only values that come from loads alone.
+    where words 0 to 3 begin in their unit. They are loaded from memory, because the compiler decodes in a
+    product's operand registers only values that come from loads alone.
     """
-    # Words first, rows second: neighbours in memory are then loaded by neighbouring threads, which the
-    # compiler cannot see in these addresses. It gives a warp the first dimension.
+    # Words come first, rows second, so that neighbouring threads load neighbours in memory. The compiler,
+    # which gives a warp the first dimension, cannot see this in these addresses.
     at = tl.trans(pointer) + ((3 * j) >> 2)[:, None]
     crosses = (j & 3) % 3 != 0  # words 1 and 2 of four lie in two units
     inside = tl.trans(there)
@@ -44,7 +44,7 @@ def load_24_bit_words(pointer, j, there, shifts, MASKED: tl.constexpr, PTX: tl.c
 
 @triton.jit
 def _funnel(low, high, by, PTX: tl.constexpr):
-    """Bits from bit `by` on of 64-bit numbers in two int32 halves; high is 0 where by is 0."""
+    """Returns 32 bits from bit `by` of 64-bit numbers in two int32 halves; high is 0 where by is 0."""
     if PTX:
         return tl.inline_asm_elementwise(
             "shf.r.wrap.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, by], dtype=tl.int32,
@@ -57,7 +57,7 @@ def _funnel(low, high, by, PTX: tl.constexpr):
 
 @triton.jit
 def in_order(parts, ROWS: tl.constexpr, WORDS: tl.constexpr):
-    """Elements e of words j, E tensors [ROWS, WORDS], as [ROWS, E * WORDS]: column E * j + e."""
+    """Interleaves E tensors [ROWS, WORDS], elements e of words j, to [ROWS, E * WORDS]: column E * j + e."""
     if len(parts) == 1:
         y = parts[0]
     elif len(parts) == 2:
@@ -74,9 +74,9 @@ def in_order(parts, ROWS: tl.constexpr, WORDS: tl.constexpr):
 
 @triton.jit
 def decode_uint4(x, PTX: tl.constexpr):
-    """Integers 0..15 as float16 subnormals, n * 2^-20 at odd places of a word and n * 2^-24 at even ones.
+    """Decodes integers 0..15 to float16 subnormals: n * 2^-20 at odd places of a word, else n * 2^-24.
 
-    A code is such a subnormal where it stands, and tensor cores multiply subnormals exactly.
+    A code in place is such a subnormal, and tensor cores multiply subnormals exactly.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -96,7 +96,7 @@ def decode_uint4(x, PTX: tl.constexpr):
 
 @triton.jit
 def decode_uint2(x, PTX: tl.constexpr):
-    """Integers 0..3 as float16 subnormals, n * 2^-22 at odd places of a word and n * 2^-24 at even ones."""
+    """Decodes integers 0..3 to float16 subnormals: n * 2^-22 at odd places of a word, else n * 2^-24."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 t, u, v; shr.u32 t, $8, 4; shr.u32 u, $8, 8; shr.u32 v, $8, 12;
@@ -116,10 +116,10 @@ def decode_uint2(x, PTX: tl.constexpr):
 
 @triton.jit
 def load_halfwords(pointer, there):
-    """The 16 bits at pointers [rows] as int32, 0 where not there.
+    """Loads the 16 bits at pointers [rows] as int32, 0 where not there.
 
-    Loads the 32 bits they lie in, since the copy pipeline takes no less; planes begin and end at multiples of
-    4 bytes.
+    It loads the 32 bits that contain them, the minimum of the copy pipeline; planes begin and end at
+    multiples of 4 bytes.
     """
     address = pointer.to(tl.int64)
     pair = tl.load((address & -4).to(tl.pointer_type(tl.int32)), mask=there, other=0)
@@ -128,13 +128,13 @@ def load_halfwords(pointer, there):
 
 @triton.jit
 def load_half_scale(pointer, there):
-    """`load_row_scale` for float16 scales in the pages."""
+    """Implements `load_row_scale` for float16 scales in the pages."""
     scale = float16_of(load_halfwords(pointer, there)).to(tl.float32)
     return scale, tl.zeros_like(scale)
 
 
 @triton.jit
 def load_row_scale(pointer, there):
-    """A float16 or float32 scale per row as float32 [rows], and zeros in place of a zero point."""
+    """Loads a float16 or float32 scale per row as float32 [rows]; also returns zeros, as zero points."""
     scale = tl.load(pointer, mask=there, other=0.0).to(tl.float32)
     return scale, tl.zeros_like(scale)

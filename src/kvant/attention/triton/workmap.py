@@ -2,11 +2,11 @@
 
 Sequences are split into items: a block of query rows times a range of keys. Ranges have the length that
 gives about `target` items in the whole batch, so one long sequence among short ones is spread over the
-device. The map depends on device data alone: the grid is a bound, programs past the last item
+device. The map depends only on data on the device: the grid is a bound, programs past the last item
 return, and a captured graph stays right when lengths change. Every program scans the lengths itself,
-128 at a time, which costs less for 128 than the dependent loads of a map kept in memory. With more
-sequences than that the map is written once in a step, by kernels of its own, and shared by all layers
-that are cut alike.
+128 at a time; for 128 this costs less than the dependent loads of a map in memory. With more
+sequences, separate kernels write the map once per step, and all layers that are cut alike
+share it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, window, target, least,
     """Key tiles in one item: `least`, or more if the batch would make more than `target` items
     besides one for each row block.
 
-    SEARCH: as few tiles as a handful of trials finds, for the longest item is what the step waits
-    for; without, a number that suffices for any lengths.
+    SEARCH: the fewest tiles that a handful of trials finds, because the step waits for the longest
+    item. Otherwise a number that suffices for any lengths.
     """
     total = 0
     row_blocks = 0
@@ -156,7 +156,7 @@ def list_items(
 
 @triton.jit
 def listed(found, place):
-    """(sequence or -1, its first item, its splits) of an item or a token, as `list_items` wrote them."""
+    """Returns (sequence or -1, its first item, its splits) of an item or a token, from `list_items`."""
     return (
         tl.load(found + 4 * place),
         tl.load(found + 4 * place + 1),

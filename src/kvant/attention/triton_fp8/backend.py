@@ -1,7 +1,7 @@
-"""`AttentionBackend` that multiplies long prompts in fp8 and leaves the rest to Triton's.
+"""Attention that multiplies long prompts in fp8 and leaves everything else to Triton's backend.
 
-Pages, writers, few queries and recorded steps are the Triton backend's. So a step with a piece of a
-prompt that is replayed from a graph is not rounded, because it has no `Step.long`.
+Pages, writers, few queries and CUDA graphs are the Triton backend's. So a step with a piece of a
+prompt that a graph replays is not rounded, because it has no `Step.long`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from kvant.kv.pool import LayerCache
 
 
 class _Few(AttentionBackend, RotatingWriter, Protocol):
-    """A backend that also rotates what it writes."""
+    """A backend that can also rotate what it writes."""
 
 
 class TritonFp8Backend:
-    """few: the backend that writes, and that attends to sequences with few queries. attend_long: the rest."""
+    """few: the backend that writes, and attends to sequences with few queries.
+
+    attend_long: attends to the others.
+    """
 
     name = "triton_fp8"
 
@@ -36,22 +39,22 @@ class TritonFp8Backend:
         self._attend_long = attend_long
 
     def write(self, cache: LayerCache, k: Tensor, v: Tensor | None, step: Step) -> None:
-        """Encode k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
+        """Encodes k, v [T, num_kv_heads, head_dim] into `step.slot_mapping`'s slots; -1 is skipped."""
         self._few.write(cache, k, v, step)
 
     def write_rotated(
         self, cache: LayerCache, qkv: Tensor, rotation: HeadRotation, step: Step
     ) -> Tensor:
-        """As `RotatingWriter.write_rotated`."""
+        """Implements `RotatingWriter.write_rotated`: qkv [T, heads * head_dim] -> q [T, heads, head_dim]."""
         return self._few.write_rotated(cache, qkv, rotation, step)
 
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-        """As `attend_apart`."""
+        """Attends like `attend_apart`: q [T, num_q_heads, head_dim] -> [T, num_q_heads, head_dim]."""
         return attend_apart(self._few, self._attend_long, cache, q, step, params)
 
 
 def backend(*, batch_invariant: bool = False) -> AttentionBackend:
-    """Build the backend for the engine. NotServable if its kernel cannot be compiled."""
+    """Builds the backend for the engine. Raises NotServable if its kernel cannot be compiled."""
     assert not batch_invariant, "its results depend on the batch, and planning knows"
     from kvant.attention.cuda.fp8_prompts import attend_long
     from kvant.attention.triton.backend import TritonBackend

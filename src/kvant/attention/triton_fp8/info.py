@@ -1,4 +1,4 @@
-"""What the Triton backend with fp8 products serves, without torch or triton.
+"""Which layers the Triton backend with fp8 products serves, without torch or triton.
 
 Its results differ from every other backend's, so it is used only by name. In `Step.long` it rounds
 queries and probabilities to the four significant bits of e4m3 (`verify/rounded.py` is the definition).
@@ -17,7 +17,10 @@ SERVED = (KVDtype.FP8_E4M3, KVDtype.FP8_E5M2, KVDtype.FP8_PER_TOKEN_HEAD)
 
 
 def refuse(need: Need) -> str | None:
-    """Serve 8-bit floats on Hopper with plain attention, causal or not; heads of 64 and 128."""
+    """Returns why it cannot serve a layer.
+
+    It serves 8-bit floats on Hopper, heads of 64 and 128, no extras.
+    """
     layer, device = need.layer, need.device
     if device.kind is not DeviceKind.CUDA or device.arch not in _ARCHS:
         return f"its products are those of sm_90's tensor cores, not of {device.arch or 'a CPU'}"

@@ -1,4 +1,4 @@
-"""The cells of the support matrix, and which backend refuses which. No torch."""
+"""The cells of the support matrix, and the cells that a backend refuses. No torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _WIDE = (
     (KVDtype.NVFP4, KVDtype.NVFP4, KVDtype.BFLOAT16),
     (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3, KVDtype.BFLOAT16),
 )
-"""K, V and wide rows, of which kernels have more parts than the formats alone."""
+"""K, V and wide formats to verify: kernels for wide rows have more code paths than the formats alone."""
 
 _SINK = 4
 
 LATENTS = {288: 256, 320: 256, 576: 512}
-"""Widths of stored rows of latent attention, and how many of a row's first numbers are the latent."""
+"""Width of the latent by width of the stored row, for latent attention."""
 
 NUM_LATENT_HEADS = 16
 _FEWEST_LATENT_BITS = 8
@@ -50,7 +50,7 @@ _FEWEST_LATENT_BITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """One kind of attention, by its name in tables and files."""
+    """One kind of attention; its text is its name in tables and files."""
 
     causal: bool
     window: int | None
@@ -68,7 +68,7 @@ class Row:
     """Cells that differ only in mask and queries. v: None for latents, of `head_dim` numbers.
 
     wide: the format of wide rows, the first 4 and the last 100; None without them.
-    name: "K" or "K/V", as in `--kv-cache-dtype`; "K, latent" of latents; "K/V, wide W" with wide rows.
+    name: "K" or "K/V", as in `--kv-cache-dtype`; "K, latent" for latents; "K/V, wide W" with wide rows.
     """
 
     k: KVDtype
@@ -85,10 +85,10 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Yield the whole matrix: every format, the named pairs, and pairs that mix K and V.
+    """Yields the whole matrix: every format, the named pairs, and pairs that mix K and V.
 
-    Formats with feedback are not among them: they are read as the format whose bytes they have, and their
-    writers are verified when an engine starts, and by the suite.
+    Formats with feedback are left out: they are read as the format with the same bytes, and their writers are
+    verified when an engine starts, and by the suite.
     """
     pairs = [(asked.k, asked.v) for asked in whole_formats()]
     pairs += [(dtype, dtype) for dtype in KVDtype if dtype.format.device_only]
@@ -114,7 +114,7 @@ def need_of(
     *,
     batch_invariant: bool = False,
 ) -> Need:
-    """Return what a layer of this cell needs from a backend at plan time."""
+    """Returns what a layer of this cell needs from a backend at plan time."""
     kind = Attention.FULL if mask.window is None else Attention.SLIDING
     is_latent = row.v is None
     layer = LayerGeometry(
@@ -143,7 +143,7 @@ def refused(
     *,
     batch_invariant: bool = False,
 ) -> dict[Mask, str]:
-    """Return why this backend does not serve a row, for the masks that it refuses."""
+    """Returns why this backend does not serve a row, for the masks that it refuses."""
     found: dict[Mask, str] = {}
     for mask in MASKS:
         need = need_of(row, mask, device, compute, batch_invariant=batch_invariant)
@@ -156,7 +156,7 @@ def refused(
 
 
 def usual_compute(device: DeviceFacts) -> ComputeDtype:
-    """The default dtype of models on such a device."""
+    """Returns the default dtype of models on such a device."""
     if device.kind is DeviceKind.CPU:
         return ComputeDtype.FLOAT32
     return ComputeDtype.BFLOAT16 if device.has_bf16 else ComputeDtype.FLOAT16

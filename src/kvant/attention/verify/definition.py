@@ -19,9 +19,9 @@ from kvant.kv.spec import Choice
 
 
 def stored_planes(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> list[Tensor]:
-    """Return the expected planes after k and v [T, num_kv_heads, head_dim] are written; K's first.
+    """Returns the expected planes once k and v [T, num_kv_heads, head_dim] are written; K's first.
 
-    v: None where only K is stored. The cache itself is not written to. Slots of -1 write nowhere.
+    v: None if only K is stored. slots: [T]; -1 writes nowhere. The cache itself is not written to.
     """
     keep = slots >= 0
     found = []
@@ -40,7 +40,7 @@ def stored_planes(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor)
 
 
 def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
-    """q [T, num_q_heads, head_dim_k] -> float64 [T, num_q_heads, head_dim_v]; zeros for padding."""
+    """Attends with q [T, num_q_heads, head_dim_k]; returns float64 [T, num_q_heads, head_dim_v]."""
     g = cache.spec.geometry
     out = torch.zeros(len(q), g.num_q_heads, g.head_dim_v, dtype=torch.float64, device=q.device)
     offsets = step.cu_seqlens_q.tolist()
@@ -52,7 +52,7 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         scores, v = seen.scores, seen.v
         if cache.wide is not None:
             scores, v = _with_wide(cache, q[start:end], step, params, sequence, length, seen)
-        if params.sinks is not None:  # one more logit, with a zero value
+        if params.sinks is not None:  # a sink is one more logit, with a zero value
             sinks = params.sinks.double().view(-1, 1, 1).expand(-1, end - start, 1)
             scores = torch.cat([scores, sinks], -1)
         weights = torch.softmax(scores, -1)[..., : len(v)]
@@ -64,14 +64,14 @@ def _with_wide(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, sequence: int, length: int,
     narrow: Seen,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Scores [num_q_heads, n, 2 m] and values [2 m, num_q_heads, head_dim_v] of both forms of m rows."""
+    """Returns scores [num_q_heads, n, 2 m] and values [2 m, num_q_heads, head_dim_v], m rows in both forms."""
     assert cache.wide is not None
     assert cache.spec.wide is not None
     wide = see(cache.wide, q, step.of(cache.wide_group), params, sequence, length)
     key = torch.arange(length, device=q.device)
     query = torch.arange(length - len(q), length, device=q.device)[:, None]
     is_wide = (key < cache.spec.wide.sink) | (query - key < cache.spec.wide.recent)
-    # A row that no query reads wide may have been released: its bytes are another sequence's.
+    # The page of a row that no query reads wide may have been released, and hold another sequence's bytes.
     unread = ~(is_wide & (key <= query)).any(0)
     v = wide.v.masked_fill(unread[:, None, None], 0.0)
     hidden = torch.full_like(narrow.scores, float("-inf"))
@@ -85,9 +85,9 @@ def _with_wide(
 def attend_expanded(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, expand: Expand
 ) -> Tensor:
-    """q [T, heads, head_dim] -> float64 [T, heads, head_dim_v] in the rows of `step.long`; zeros elsewhere.
+    """Attends with q [T, heads, head_dim] to expanded rows; returns float64 [T, heads, head_dim_v].
 
-    expand: of float64 rows of latents.
+    Rows outside `step.long` are zeros. expand: takes float64 rows of latents.
     """
     found: Tensor | None = None
     for one in step.long:
@@ -128,13 +128,16 @@ class Seen:
 def see(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, sequence: int, length: int
 ) -> Seen:
-    """q: the sequence's queries alone [n, num_q_heads, head_dim_k]. length: its stored tokens."""
+    """Computes the scores of one sequence's queries q [n, num_q_heads, head_dim_k].
+
+    length: its stored tokens.
+    """
     g = cache.spec.geometry
     group = g.num_q_heads // g.num_kv_heads
     token = torch.arange(length, device=q.device)
     slots = _slots_of(cache, step, sequence, length)
     k = _decoded(cache.k, cache.spec.k, cache.k_scale, slots)
-    if cache.spec.v is None:  # a latent is the value
+    if cache.spec.v is None:  # the latent is also the value
         v = k[..., : g.head_dim_v]
     else:
         v = _decoded(cache.v, cache.spec.v, cache.v_scale, slots)
@@ -148,7 +151,7 @@ def see(
 
 
 def _sees(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Return which key positions a query sees: earlier ones or all, within the window if any."""
+    """Returns which key positions a query sees: earlier ones or all, within the window if any."""
     seen = key <= query if causal else torch.ones_like(key <= query)
     return seen if window is None else seen & ((query - key).abs() < window)
 
@@ -159,7 +162,7 @@ def _decoded(
     scale: Tensor | None,
     slots: Tensor,
 ) -> Tensor:
-    """Rows of these slots: float64 [len(slots), num_kv_heads, head_dim]."""
+    """Decodes the rows of these slots: float64 [len(slots), num_kv_heads, head_dim]."""
     assert choice is not None, "a layer with a cache stores K, and V if there is one"
     rows = [plane[slots // plane.shape[1], slots % plane.shape[1]] for plane in planes]
     return codec_for(choice.dtype).decode(rows, scale, torch.float64)

@@ -14,7 +14,7 @@ from kvant.attention.verify.cells import MASKS, QUERIES, Mask, Row, need_of, ref
 from kvant.attention.verify.trial import Trial, hold
 from kvant.kv.dtype import ComputeDtype
 
-# Shorter sequences accompany a cell's queries: other page counts, other positions in a tile.
+# Shorter sequences accompany a cell's queries, with other page counts and positions in a tile.
 _SEQUENCES = {
     1: ((33, 1), (1, 1), (700, 1), (16, 1)),
     16: ((33, 5), (16, 16), (300, 16)),
@@ -25,7 +25,7 @@ _ODD_ROWS_BESIDE = 16
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One row on one backend."""
+    """One row of the matrix, to be verified on one backend."""
 
     backend: BackendInfo
     row: Row
@@ -36,14 +36,14 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """error: error of the worst output row. wrong: what is wrong, or None."""
+    """One result. error: error of the worst output row. wrong: what is wrong, or None."""
 
     error: float
     wrong: str | None
 
 
 Answer = dict[Mask, str | tuple[Cell, ...]]
-"""By mask: why it is refused, or a cell for each of `QUERIES`."""
+"""For each mask, why it is refused, or a cell for each of `QUERIES`."""
 
 
 class _BackendModule(Protocol):
@@ -51,7 +51,7 @@ class _BackendModule(Protocol):
 
 
 def verify_row(asked: Asked) -> Answer:
-    """Verify every cell of a row. A cell that raises has failed; the others still run."""
+    """Verifies every cell of a row. A cell that raises has failed; the others still run."""
     no = refused(
         asked.backend,
         asked.row,

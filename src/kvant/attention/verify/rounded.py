@@ -1,7 +1,7 @@
-"""The definition of attention with rounding by choice: queries and probabilities of `Step.long` in e4m3.
+"""The definition of attention with requested rounding: queries and probabilities of `Step.long` in e4m3.
 
-A number is rounded to the four significant bits of e4m3, ties to even, in units of a power of two such that
-the largest of its row lies in (128, 256]: of a query's row over head_dim, of its probabilities over the keys.
+A number is rounded to the four significant bits of e4m3, ties to even, in units of a power of two that puts
+the largest of its row into (128, 256]. A query's row is over head_dim, a row of probabilities over keys.
 Powers of two do not change significant bits. So the order of keys only affects how numbers below 2^-14 of
 the largest are rounded, which e4m3 holds with fewer bits. The softmax sum is not rounded: it adds the
 probabilities before rounding.
@@ -22,7 +22,7 @@ from kvant.kv.pool import LayerCache
 _FRACTION_BITS = 3
 _SMALLEST_NORMAL = -6
 _LARGEST = 8
-"""Exponents of two, of e4m3 and of the largest number of a row."""
+"""Exponent of two to which the largest number of a row is scaled; its upper bound is 2^8."""
 
 _LOST = 2.0**-11
 """Maximum error of a score, relative to the sum of its products' sizes: Hopper's tensor cores align products
@@ -33,10 +33,11 @@ that (2^-16.4 on average), with torch's products as well as Kvant's."""
 def attend(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams
 ) -> tuple[Tensor, Tensor]:
-    """Like `definition.attend`; also returns how far rows may differ: float64 [T, num_q_heads], lengths.
+    """Computes `definition.attend`; also returns how far rows may differ: float64 [T, num_q_heads], lengths.
 
-    A probability near a tie may round either way, because the tensor cores' scores err. The allowance is its
-    possible contribution; squares are summed, since its values may point in any direction.
+    q: [T, num_q_heads, head_dim]. A probability near a tie may round either way, because the tensor cores'
+    scores have errors. The allowance is its possible contribution; squares are summed, since its values may
+    point in any direction.
     """
     assert params.sinks is None, "refuse() excludes sinks"
     g = cache.spec.geometry
@@ -53,7 +54,7 @@ def attend(
         seen = definition.see(cache, queries, step, params, one.sequence, one.length)
         factors = _factors(cache, seen.slots)
         largest = seen.scores.amax(-1, keepdim=True)
-        # A whole power of two: the bits that are rounded are those of exp(score).
+        # A whole power of two, so that the rounded bits are those of exp(score).
         shift = torch.ceil(largest / _LN2) * _LN2
         p = torch.exp(seen.scores - shift)
         total = p.sum(-1, keepdim=True)
@@ -75,13 +76,16 @@ _LN2 = 0.6931471805599453
 
 
 def four_bits(x: Tensor) -> Tensor:
-    """float64 [.., n], each row rounded in its own unit. Same shape."""
+    """Rounds x, float64 [.., n], each row in its own unit; returns the same shape."""
     unit = _unit(x)
     return _nearest(x / unit) * unit
 
 
 def _unit(x: Tensor) -> Tensor:
-    """By row, [.., 1]: the power of two by which its largest number lies in (128, 256]; 1 for zeros."""
+    """Returns per row, [.., 1], the power of two that puts its largest number into (128, 256].
+
+    1 for zeros.
+    """
     largest = x.abs().amax(-1, keepdim=True)
     fraction, exponent = torch.frexp(largest)  # fraction in [0.5, 1)
     exponent = exponent - (fraction == 0.5).to(exponent.dtype)
@@ -89,14 +93,14 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _nearest(x: Tensor) -> Tensor:
-    """float64 numbers of 256 at most to the nearest of e4m3, ties to even."""
+    """Rounds float64 numbers up to 256 to the nearest e4m3 number, ties to even."""
     exponent = torch.frexp(x)[1].double() - 1
     step = torch.exp2(exponent.clamp(min=_SMALLEST_NORMAL) - _FRACTION_BITS)
     return torch.round(x / step) * step
 
 
 def _factors(cache: LayerCache, slots: Tensor) -> Tensor:
-    """[num_q_heads, 1, len(slots)]: what of a value's scale is rounded with its probability."""
+    """Returns [num_q_heads, 1, len(slots)]: the part of a value's scale rounded with its probability."""
     g = cache.spec.geometry
     assert cache.spec.v is not None
     if cache.spec.v.dtype.format.scale_place is not ScalePlace.PLANE:

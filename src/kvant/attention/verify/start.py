@@ -1,4 +1,4 @@
-"""At start, verify the few cells that an engine will use, in its own shapes.
+"""At start, verifies the few cells that an engine will use, in the engine's own shapes.
 
 Verification uses separate storage and backends, so it leaves no trace in the engine's pool or backends.
 """
@@ -22,21 +22,21 @@ from kvant.kv.geometry import LayerGeometry
 from kvant.kv.spec import KVPlan, LayerSpec, Role, WideRows
 
 _DECODE = ((1, 1), (70, 1))
-_PROMPT = ((5, 5), (60, 40))  # rows enough for kernels of many rows, however few heads share a key
+_PROMPT = ((5, 5), (60, 40))  # enough rows for kernels of many rows, even if few heads share a key
 _LONG = ((5, 3), (290, 270))
-"""(stored tokens, new tokens in the step). Long prompts use other kernels on GPUs."""
+"""(stored tokens, new tokens in the step) of sequences. Long prompts use other kernels on GPUs."""
 
 _WINDOW = 24
-"""A longer window is verified at this length, so that the trials leave it."""
+"""Longer windows are verified with this length, so that sequences of the trials exceed the window."""
 
 _SINK = 7
 
 _MOST_AT_ONCE = 6
-"""Trials that compile their kernels at the same time; more gain little, as a part of it is Python."""
+"""Number of trials that compile kernels at the same time; more gain little, since part of it is Python."""
 
 
 def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = False) -> None:
-    """Raise NotServable if a layer's backend writes or reads differently from the format's definition."""
+    """Raises NotServable if a layer's backend writes or reads differently from the format's definition."""
     is_cpu = facts.kind is DeviceKind.CPU
     device = torch.device("cpu" if is_cpu else "cuda")
     steps = (_DECODE, _PROMPT) if is_cpu else (_DECODE, _PROMPT, _LONG)
@@ -57,9 +57,9 @@ def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = Fal
 
 
 def _compile(trials: list[tuple[AttentionBackend, Trial]], device: torch.device) -> None:
-    """Hold all trials at once, so that their kernels are compiled in several threads.
+    """Runs all trials at once, so that their kernels are compiled in several threads.
 
-    What they find is not judged: a trial needs the allocator to itself to notice rows that nothing wrote.
+    Their results are not judged: a trial needs the allocator to itself to notice rows that nothing wrote.
     """
     from kvant.kernels.triton.first_launch import one_loads
 
@@ -70,7 +70,7 @@ def _compile(trials: list[tuple[AttentionBackend, Trial]], device: torch.device)
             _MOST_AT_ONCE, initializer=torch.cuda.set_device, initargs=(gpu,)
         ) as pool,
     ):
-        # A trial that fails here fails again where it is judged.
+        # A trial that fails here fails again later, where it is judged.
         for held in [pool.submit(hold, backend, trial, device) for backend, trial in trials]:
             held.exception()
 
@@ -78,7 +78,7 @@ def _compile(trials: list[tuple[AttentionBackend, Trial]], device: torch.device)
 def _needs(
     plan: KVPlan, facts: DeviceFacts, batch_invariant: bool
 ) -> Iterator[tuple[LayerSpec, Need]]:
-    """Yield each kind of layer once, by its first; layers that share KV may attend differently."""
+    """Yields each kind of layer once, with its first layer; layers that share KV may attend differently."""
     seen = set()
     owners = {layer.geometry.index: layer for layer in plan.layers}
     for layer in plan.layers:
@@ -98,13 +98,13 @@ def _needs(
 
 
 def _anonymous(g: LayerGeometry) -> LayerGeometry:
-    """The same layer without its index and name."""
+    """Returns the layer without its index and name."""
     window = None if g.window is None else min(g.window, _WINDOW)
     return replace(g, index=0, name="", shared_with=None, window=window)
 
 
 def _near(wide: WideRows | None) -> WideRows | None:
-    """The same with fewer tokens, so that the trials read both forms."""
+    """Returns wide rows with fewer tokens, so that the trials read both forms."""
     if wide is None:
         return None
     return replace(wide, sink=min(wide.sink, _SINK), recent=min(wide.recent, _WINDOW))

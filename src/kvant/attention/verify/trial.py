@@ -19,8 +19,8 @@ from kvant.kv.pool import SCRATCH_PAGE, KVPool, LayerCache
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 
 # Maximum error of one output row (a query's result in one head), relative to its length. Products
-# with float32 sums leave a few roundings of the narrowest operand. A wrong mask, page, scale or code
-# errs by 3e-2 and more in these trials.
+# with float32 sums leave a few rounding errors of the narrowest operand. A wrong mask, page, scale or code
+# gives errors of 3e-2 and more in these trials.
 _BOUND = {
     ComputeDtype.FLOAT32: 5e-5,
     ComputeDtype.FLOAT16: 3e-3,
@@ -28,7 +28,7 @@ _BOUND = {
     ComputeDtype.FLOAT64: 1e-9,
 }
 _ROUNDED_BOUND = 1e-2
-"""Bound for rows with rounded queries and probabilities: the rounding is defined, the rest as usual."""
+"""Bound for rows with rounded queries and probabilities, whose rounding is defined."""
 _SCALE = 0.013
 """About the largest of a thousand normal numbers over e4m3's largest value."""
 
@@ -50,7 +50,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """error: error of the worst row. bound: its limit. wrong: what is wrong, or None."""
+    """The result of a trial.
+
+    error: error of the worst row. bound: its limit. wrong: what is wrong, or None.
+    """
 
     error: float
     bound: float
@@ -58,7 +61,7 @@ class Outcome:
 
 
 def bound_of(need: Need) -> float:
-    """Return the maximum error between the stored bytes and the result."""
+    """Returns the maximum error between the stored bytes and the result."""
     stored = {need.k, need.v or need.k}
     if need.wide is not None:
         stored |= {need.wide.k.dtype, need.wide.v.dtype}
@@ -70,7 +73,7 @@ def bound_of(need: Need) -> float:
 
 @torch.no_grad()
 def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outcome:
-    """Write, compare all storage byte by byte, attend, compare every number."""
+    """Writes, compares all storage byte by byte, attends, and compares every number."""
     made = _Case(trial, device)
     expected = [
         plane
@@ -114,7 +117,7 @@ def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outco
 
 
 def _expanded(backend: AttentionBackend, made: _Case) -> float:
-    """The worst error of long queries over keys and values of latents; 0 where a backend makes none."""
+    """Returns the worst error of long queries over expanded latents; 0 if the backend expands none."""
     if made.cache.spec.v is not None or not made.step.long:
         return 0.0
     g = made.cache.spec.geometry
@@ -139,7 +142,7 @@ def _expanded(backend: AttentionBackend, made: _Case) -> float:
 
 
 def _worst(found: Tensor, right: Tensor, undecided: Tensor | float = 0.0) -> float:
-    """Return the largest relative error of rows [n, num_q_heads, head_dim_v] by row length; inf for NaN.
+    """Returns the largest relative error of rows [n, num_q_heads, head_dim_v] by row length; inf for NaN.
 
     undecided: [n, num_q_heads], error that is allowed for ties.
     """
@@ -154,8 +157,8 @@ def _errs(worst: float, bound: float) -> str:
 class _Case:
     """Storage full of NaN except for the rows of earlier steps, and a step that writes the rest.
 
-    q [T, num_q_heads, head_dim_k], k and v of the same T: the first `asked` tokens are the
-    sequences', the others odd rows and tokens that are written nowhere.
+    q: [T, num_q_heads, head_dim_k]; k and v have the same T. The first `asked` tokens belong to the
+    sequences, the others are odd rows and tokens that are written nowhere.
     """
 
     def __init__(self, trial: Trial, device: torch.device) -> None:
@@ -201,7 +204,7 @@ class _Case:
 
     @property
     def caches(self) -> list[LayerCache]:
-        """The layer's storage, and that of its wide rows."""
+        """Returns the layer's storage, and that of its wide rows."""
         return [self.cache, *([] if self.cache.wide is None else [self.cache.wide])]
 
     def cache_planes(self) -> list[Tensor]:
@@ -211,7 +214,7 @@ class _Case:
         return torch.randn(shape, generator=self._random).to(self._dtype)
 
     def _storage(self, need: Need, num_pages: int) -> LayerCache:
-        """A pool of one layer. Scales from outside: one for each head of K, one for all of V."""
+        """Returns a pool of one layer. Scales from outside: one per head for K, one for all of V."""
         scales = {}
         for side, dtype, count in (
             (Side.K, need.k, need.layer.num_kv_heads),
@@ -279,7 +282,7 @@ def _step(
 
 
 def _slots_of(parts: Sequence[tuple[int, int, list[int]]], page_size: int) -> list[int]:
-    """Slots of the tokens first..end of each sequence, by its pages."""
+    """Returns slots of the tokens first..end of each sequence, by its pages."""
     return [
         pages[position // page_size] * page_size + position % page_size
         for first, end, pages in parts
@@ -288,7 +291,7 @@ def _slots_of(parts: Sequence[tuple[int, int, list[int]]], page_size: int) -> li
 
 
 def _odd_rows(head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Finite rows [n, head_dim] that are difficult for formats."""
+    """Returns finite rows [n, head_dim] that are difficult for formats."""
     largest = torch.finfo(dtype).max
     ramp = torch.linspace(-1, 1, head_dim, dtype=torch.float64)
     outlier = ramp.clone()
@@ -307,7 +310,7 @@ def _odd_rows(head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def _poison_free_memory(q: Tensor, head_dim_v: int) -> None:
-    """Make an unwritten row likely to read NaN: the allocator returns this memory next."""
+    """Makes an unwritten row likely to read NaN, because the allocator returns this memory next."""
     torch.full((*q.shape[:2], head_dim_v), float("nan"), dtype=q.dtype, device=q.device)
 
 

@@ -38,7 +38,10 @@ def fed_codes(
     y, head, there, scale, zero, outer, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """As `nearest_codes`, rounded with the matrices `outer` [heads, HEAD, HEAD]; None for zeros."""
+    """Returns codes like `nearest_codes`, rounded with matrices `outer` [heads, HEAD, HEAD].
+
+    None for zeros.
+    """
     if outer is None:
         code = nearest_codes(y, scale, zero, PTX)
     else:

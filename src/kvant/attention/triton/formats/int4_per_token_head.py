@@ -28,7 +28,7 @@ DROPPED = tl.constexpr(1 << DROPPED_BITS)
 
 @triton.jit
 def load_scale_and_zero_point(pointer, there):
-    """Scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int32."""
+    """Loads scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int32."""
     bits = tl.load(pointer, mask=there, other=0)
     return (bits & ~MASK).to(tl.float32, bitcast=True), (bits & MASK).to(tl.float32)
 
@@ -45,14 +45,14 @@ def encode(
 
 @triton.jit
 def nearest_codes(y, scale, zero, PTX: tl.constexpr):
-    """Codes in float32 of rotated rows y [ROWS, PAD]; scale, zero: [ROWS]."""
+    """Returns codes, as float32, of rotated rows y [ROWS, PAD]; scale, zero: [ROWS]."""
     steps = nearest(divide(y, scale[:, None] + 0.0 * tl.abs(y), PTX))
     return bound(steps + zero[:, None], 0.0, LARGEST)
 
 
 @triton.jit
 def rotated_range(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """Rotated rows [ROWS, PAD]; of each row: NaN in it, its smallest number or 0, the step [ROWS]."""
+    """Returns rotated rows [ROWS, PAD], and per row [ROWS]: has NaN, its smallest number or 0, the step."""
     broken = has_nan(x)
     y = hadamard(tl.where(broken[:, None], 0.0, widen(x)), ROWS, PAD, HEAD & -HEAD)
     low = tl.minimum(tl.min(y, 1), 0.0)
@@ -62,7 +62,7 @@ def rotated_range(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, 
 
 @triton.jit
 def scaled(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """Rotated rows [ROWS, PAD]; of each row: NaN in it, scale, scale as bits, zero point [ROWS]."""
+    """Returns rotated rows [ROWS, PAD], and per row [ROWS]: has NaN, scale, scale as bits, zero point."""
     y, broken, low, scale = rotated_range(x, HEAD, PAD, ROWS, PTX)
     bits = (scale.to(tl.int32, bitcast=True) + DROPPED // 2) & -DROPPED
     scale = bits.to(tl.float32, bitcast=True)
@@ -75,7 +75,7 @@ def store_row(
     codes, scales, there, code, broken, bits, zero, HEAD: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store codes [ROWS, PAD] in float32, and scales with their zero points. Rows with NaN get codes 0."""
+    """Stores codes [ROWS, PAD] in float32, and scales with their zero points. Rows with NaN get codes 0."""
     code = tl.where(broken[:, None], 0, code.to(tl.int32))
     store_packed(codes, there, code, HEAD, ROWS, PAD, 4)
     tl.store(scales, tl.where(broken, NAN_BITS, bits | zero.to(tl.int32)), mask=there)

@@ -26,7 +26,7 @@ NAN_WORD = tl.constexpr(int4_short.NAN_WORD)
 
 @triton.jit
 def load_short_scale_and_zero_point(pointer, there):
-    """Scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int16."""
+    """Loads scale and zero point of rows, float32 [rows] each; pointer: the scale plane as int16."""
     word = load_halfwords(pointer, there)
     bits = ((word >> 4) + OFFSET) << DROPPED_BITS
     bits = tl.where(word >= NAN_WORD, NAN_BITS, bits)
@@ -45,7 +45,7 @@ def encode(
 
 @triton.jit
 def scaled_short(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """Rotated rows [ROWS, PAD]; of each row: NaN in it, scale, the stored word, zero point [ROWS]."""
+    """Returns rotated rows [ROWS, PAD], and per row [ROWS]: has NaN, scale, the stored word, zero point."""
     y, broken, low, scale = rotated_range(x, HEAD, PAD, ROWS, PTX)
     bits = bound(scale, LEAST_SCALE, LARGEST_SCALE).to(tl.int32, bitcast=True)
     upper = (bits + HALF) >> DROPPED_BITS
@@ -59,7 +59,7 @@ def store_short_row(
     codes, scales, there, code, broken, word, HEAD: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store codes [ROWS, PAD] in float32, and words. Rows with NaN get codes 0."""
+    """Stores codes [ROWS, PAD] in float32, and words. Rows with NaN get codes 0."""
     code = tl.where(broken[:, None], 0, code.to(tl.int32))
     store_packed(codes, there, code, HEAD, ROWS, PAD, 4)
     tl.store(scales, tl.where(broken, NAN_WORD, word).to(tl.int16), mask=there)

@@ -15,7 +15,7 @@ LARGEST = tl.constexpr(Encoding.INT8.largest)
 
 @triton.jit
 def decode(x, PTX: tl.constexpr):
-    """n + 128 as the float16 subnormal (n + 128) * 2^-24."""
+    """Decodes n to the float16 subnormal (n + 128) * 2^-24."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 t; lop3.b32 $0, $2, 0x00800080, 0x00ff00ff, 0x28;
@@ -31,7 +31,7 @@ def encode(
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     y, _ = scale_rows(x, scales, there, LARGEST, PTX)
-    # Behind this sum, the lowest bits are the nearest integer.
+    # The lowest bits of this sum are the nearest integer.
     code = (bound(y, -LARGEST, LARGEST) + ROUND).to(tl.int32, bitcast=True)
     store_bytes(codes, there, code, HEAD, PAD)
 

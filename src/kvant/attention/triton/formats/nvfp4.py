@@ -23,7 +23,7 @@ LARGEST = tl.constexpr(Encoding.E2M1.largest)
 
 @triton.jit
 def decode(x, PTX: tl.constexpr):
-    """Sign and exponent move to where float16 has them: numbers times 2^-14."""
+    """Moves sign and exponent to their places in float16, which gives numbers times 2^-14."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 a, b, c, d, m;
@@ -50,9 +50,9 @@ def _e2m1_bits(nibble):
 
 @triton.jit
 def block_scale(code, PTX: tl.constexpr):
-    """e4m3 scale codes (uint8) as float16, times 2^7: decoded elements (2^-14) times that are exact."""
+    """Decodes e4m3 scale codes (uint8) to float16, times 2^7; products with decoded elements are exact."""
     if PTX:
-        # Not marked pure, so that the compiler does not repeat it for every element of the block.
+        # Not marked pure, so that the compiler does not repeat it for every element of a block.
         return tl.inline_asm_elementwise(
             """{ .reg .b16 a, b; .reg .b32 c; mov.b32 {a, b}, $2; mov.b32 c, 0x58005800;
             cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;
@@ -65,7 +65,7 @@ def block_scale(code, PTX: tl.constexpr):
 
 @triton.jit
 def _e2m1_code(x):
-    """float32 to e2m1 codes 0..15 as int32; no NaN."""
+    """Encodes float32 without NaN to e2m1 codes 0..15 as int32."""
     size = tl.abs(x)
     halves = nearest(tl.minimum(size * 2.0, 4.0))
     ones = nearest(bound(size - 2.0, 0.0, 2.0))

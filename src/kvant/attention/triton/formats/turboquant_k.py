@@ -1,8 +1,8 @@
 """turboquant_k4 and turboquant_k3: rotated rows in a codebook, a float16 scale per row.
 
-Centroids are whole numbers of 1/256 below 1024, so float16 subnormals with a sign. The upper byte of such
-a number takes few values and is looked up by the code's upper three bits, the lower byte by its lower
-three: each look-up is a byte permutation of a table of eight bytes, four codes at a time.
+Centroids are multiples of 1/256 below 1024/256, so they are float16 subnormals with a sign. The upper byte of
+such a number takes few values and is looked up by the code's upper three bits, the lower byte by its lower
+three. Each look-up is a byte permutation of a table of eight bytes, four codes at a time.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from kvant.kv.format import KVFormat
 
 
 def _float16_bits(centroids: tuple[float, ...]) -> tuple[int, ...]:
-    """By code: the float16 subnormal of 2^-16 times the centroid."""
+    """Returns, for each code, the bits of the float16 subnormal of 2^-16 times the centroid."""
     found = tuple(int(abs(c) * 256) | (0x8000 if c < 0 else 0) for c in centroids)
     assert all(bits & 0x7FFF < 1024 for bits in found)
     return found
 
 
 def _table(eight: tuple[int, ...]) -> int:
-    """Eight bytes as an int64."""
+    """Packs eight bytes into an int64."""
     return int.from_bytes(bytes(eight), "little", signed=True)
 
 
 _BITS4, _BITS3 = _float16_bits(CENTROIDS_4BIT), _float16_bits(CENTROIDS_3BIT)
-# By three of a code's four bits: its upper byte does not depend on the lowest, its lower byte not on
-# the sign.
+# Tables are indexed by three of a code's four bits: the upper byte does not depend on the lowest bit, the
+# lower byte not on the sign.
 assert all(_BITS4[2 * i] >> 8 == _BITS4[2 * i + 1] >> 8 for i in range(8))
 _LOW4 = _table(tuple(bits & 0xFF for bits in _BITS4[:8]))
 _HIGH4 = _table(tuple(bits >> 8 for bits in _BITS4[::2]))
@@ -49,14 +49,14 @@ _HIGH3 = _table(tuple(bits >> 8 for bits in _BITS3))
 
 
 def _registers(table: int) -> str:
-    """The two registers that `prmt` looks a table's bytes up in."""
+    """Returns the two registers in which `prmt` looks up a table's bytes."""
     return f"{table & 0xFFFFFFFF:#010x}, {table >> 32 & 0xFFFFFFFF:#010x}"
 
 
 def _look_up(low: int, high: int, lower: str, upper: str, first: int) -> str:
-    """Four codes, by the selectors in the low halves of two registers, into outputs first, first + 1.
+    """Emits the look-up of four codes, by the selectors in the low halves of two registers.
 
-    The codes are elements first and first + 1 of one word, then of the other.
+    The results go to outputs first and first + 1: elements of one word, then of the other.
     """
     return (
         f"prmt.b32 l, {_registers(low)}, {lower}; prmt.b32 h, {_registers(high)}, {upper};"
@@ -65,7 +65,7 @@ def _look_up(low: int, high: int, lower: str, upper: str, first: int) -> str:
 
 
 def _spread(x: str, to: str) -> str:
-    """Eight codes of 3 bits to nibbles: halves, bytes, nibbles apart."""
+    """Spreads eight 3-bit codes to nibbles, in steps of halves, bytes, nibbles."""
     steps = ((4, 0x0000FFFF, x), (2, 0x00FF00FF, to), (1, 0x0F0F0F0F, to))
     apart = "".join(
         f"shl.b32 t, {source}, {by}; lop3.b32 {to}, {source}, t, {mask:#010x}, 0xe4;"
@@ -108,13 +108,13 @@ def _byte(table, place):
 
 @triton.jit
 def _centroid(lower, upper, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """2^-16 times the centroids of codes, as float16, by the bits that choose either byte."""
+    """Returns 2^-16 times the centroids of codes, as float16, by the bits that choose each byte."""
     return float16_of(_byte(LOW, lower) | (_byte(HIGH, upper) << 8))
 
 
 @triton.jit
 def decode4(x, PTX: tl.constexpr):
-    """Four centroids per word, as float16 times 2^-16."""
+    """Decodes four centroids per word, as float16 times 2^-16."""
     if PTX:
         return tl.inline_asm_elementwise(
             DECODE4_PTX, "=&r,=&r,=&r,=&r,r", [x],
@@ -129,7 +129,7 @@ def decode4(x, PTX: tl.constexpr):
 
 @triton.jit
 def decode3(x, PTX: tl.constexpr):
-    """Eight centroids per word, as float16 times 2^-16."""
+    """Decodes eight centroids per word, as float16 times 2^-16."""
     if PTX:
         return tl.inline_asm_elementwise(
             DECODE3_PTX, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r", [x],
@@ -145,7 +145,7 @@ def decode3(x, PTX: tl.constexpr):
 
 @triton.jit
 def _square(x, PTX: tl.constexpr):
-    """x * x, rounded separately, so that a following addition is not fused."""
+    """Returns x * x, rounded separately, so that a following addition is not fused."""
     if PTX:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -156,11 +156,14 @@ def _square(x, PTX: tl.constexpr):
 
 @triton.jit
 def _length(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """The root of the sum of squares of rows, neighbours first; zeros beside a row change nothing."""
+    """Returns the square root of rows' sums of squares, neighbours added first.
+
+    Padding zeros change nothing.
+    """
     sums = _square(y, PTX)
     STAGES: tl.constexpr = COLUMNS.bit_length() - 1
     for stage in tl.static_range(STAGES):
-        # Two at a time: their order does not matter. (`tl.split` makes every thread add everything.)
+        # Two at a time, in any order. (`tl.split` would make every thread add everything.)
         sums = tl.sum(tl.reshape(sums, (ROWS, COLUMNS >> (stage + 1), 2)), 2)
     return tl.sqrt_rn(tl.reshape(sums, (ROWS,)))
 
@@ -188,7 +191,10 @@ def encode(
 
 @triton.jit
 def normalised(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """Rows as about standard normal numbers [ROWS, PAD]; length over unit, unit and NaN of each [ROWS]."""
+    """Returns rows scaled to about standard normal numbers [ROWS, PAD].
+
+    Length over unit, unit, has NaN [ROWS].
+    """
     broken = has_nan(x)
     y = tl.where(broken[:, None], 0.0, widen(x))
     unit = tl.max(tl.abs(y), 1).to(tl.int32, bitcast=True) & 0x7F800000
@@ -208,7 +214,7 @@ def store_normal(
     codes, scales, there, code, found, root, unit, broken, HEAD: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Store codes [ROWS, PAD] and the scales that give their numbers `found` the length of the row."""
+    """Stores codes [ROWS, PAD], and scales with which their numbers `found` get the row's length."""
     found = tl.where((tl.arange(0, PAD) < HEAD)[None, :], found, 0.0)
     scale = half(divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit)
     code = tl.where(broken[:, None], 0, code)

@@ -22,7 +22,7 @@ from kvant.kv.format import KVFormat
 
 @triton.jit
 def decode_uint3(x, PTX: tl.constexpr):
-    """Integers 0..7 as float16 subnormals, n * 2^-21 at odd places of a word and n * 2^-24 at even ones."""
+    """Decodes integers 0..7 to float16 subnormals: n * 2^-21 at odd places of a word, else n * 2^-24."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 p, q, r, s; prmt.b32 p, $8, $9, 0x5410; prmt.b32 r, $8, $9, 0x6521;
@@ -43,7 +43,7 @@ def decode_uint3(x, PTX: tl.constexpr):
 
 @triton.jit
 def load_scale_and_minimum(pointer, there):
-    """Scale and minimum of rows, float32 [rows] each; pointer: the scale plane as int32."""
+    """Loads scale and minimum of rows, float32 [rows] each; pointer: the scale plane as int32."""
     bits = tl.load(pointer, mask=there, other=0)
     return float16_of(bits & 0xFFFF).to(tl.float32), float16_of(bits >> 16).to(tl.float32)
 

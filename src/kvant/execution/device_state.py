@@ -71,7 +71,10 @@ class DeviceState:
         return index, values
 
     def write(self, index: NDArray[np.int64], values: NDArray[np.int64]) -> None:
-        """Writes page ids that `changes` returned into `pages`, without waiting for the device."""
+        """Writes page ids into the flattened `pages` without waiting for the device.
+
+        index, values: [n] int64 on the host, as `changes` returns them.
+        """
         if len(index):
             there = to_device(torch.from_numpy(np.stack([index, values])), self.device)
             self.pages.view(-1).index_put_((there[0],), there[1].to(torch.int32))

@@ -118,8 +118,9 @@ class StepGraphs:
     """Records and replays the graphs of steps with up to `most_seqs` sequences.
 
     forward: the model. max_num_batched_tokens: the most tokens of a mixed graph; 0 records none. draft: the
-    proposer's `draft`. num_drafts: the numbers of drafts to record decodes for. run: computes the logits of
-    a batch without a graph, given the batch and its ids on the device. eraser: clears pages in `launch`.
+    proposer's `draft`. num_drafts: the numbers of drafts to record decodes for. run: computes the logits
+    [rows, vocab_size] of a batch without a graph, from the batch and its ids [T] int64 on the device.
+    eraser: clears pages in `launch`.
     """
 
     def __init__(

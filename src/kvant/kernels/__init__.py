@@ -1,1 +1,1 @@
-"""Plumbing that kernels of all rooms share."""
+"""Infrastructure that kernels of several packages share."""

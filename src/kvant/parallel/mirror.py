@@ -42,6 +42,7 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(array: NDArray[Any]) -> Numbers:
+        """Copies an array [..] of a dtype in `_NAMES`."""
         return Numbers(_NAMES[array.dtype], array.shape, array.tobytes())
 
     @property
@@ -191,8 +192,8 @@ class Receiver:
     def step(self, sent: NDArray[np.int64]) -> tuple[Schedule, Drafts | None]:
         """Updates the table and returns the schedule and its drafts.
 
-        sent: made by `Sender.step`; the schedule has views of it. The schedule's sequences have only the
-        attributes that a launch reads.
+        sent: [n] int64, made by `Sender.step`; the schedule has views of it. The schedule's sequences have
+        only the attributes that a launch reads.
         """
         (
             _, count, prefills, num_drafts, flags, num_known, num_tokens, num_drafted, num_changes,
@@ -262,6 +263,7 @@ def sent_zero(pages: Items[Items[int]]) -> NDArray[np.int64]:
 
 
 def read_zero(sent: NDArray[np.int64]) -> list[list[int]]:
+    """Reads the pages to clear, by group, from sent [n] int64, an array with the first word ZERO."""
     _, count, *rest = sent.tolist()
     ends = np.cumsum(rest[:count]).tolist()
     return [rest[count:][a:b] for a, b in zip([0, *ends], ends, strict=False)]

@@ -166,7 +166,7 @@ class Ranks:
         self._send(encode_to_rank(message))
 
     def send_array(self, numbers: NDArray[np.int64]) -> None:
-        """Sends an array made by `kvant.parallel.mirror` to every rank. Raises RankLost."""
+        """Sends numbers [n] int64, made by `kvant.parallel.mirror`, to every rank. Raises RankLost."""
         self._life.has_steps = True
         self._send(numbers)
 

@@ -108,7 +108,8 @@ def narrow(
 ) -> None:
     """Finds the edge of top_k or, with by_share, of top_p in rows that `draw_from_few` did not sample.
 
-    Arguments as for `draw_from_few`. The result is in `space.state`. top_k comes before top_p.
+    logits: [.., vocab]. Other arguments: as in `draw_from_few`. The result is in `space.state`. top_k comes
+    before top_p.
     """
     count, stretches = len(rows), space.sums.shape[1]
     per = _stretches_of_a_program(count, stretches)

@@ -344,8 +344,9 @@ class HeldPages:
     def trim(self, sequences: Items[Sequence], rows: NDArray[np.int64]) -> None:
         """Releases pages of running sequences that no later token reads, since their group has a window.
 
-        Pages that are needed again if drafts are rejected stay. The device runs steps in order, so a launched
-        step reads its pages before a later step overwrites them for another sequence.
+        rows: [n] int64, rows of `sequences`. Pages that are needed again if drafts are rejected stay. The
+        device runs steps in order, so a launched step reads its pages before a later step overwrites them for
+        another sequence.
         """
         table = self.table
         for group, window in self._windows:

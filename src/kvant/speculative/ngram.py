@@ -30,7 +30,7 @@ class NgramProposer:
         return [look_up(ask.token_ids, ask.num_tokens, self._min, self._max) for ask in asks]
 
     def learn(self, step: Step, hidden: tuple[Tensor, ...]) -> None:
-        """Does nothing: each `Ask` has all tokens."""
+        """Does nothing with hidden [T, hidden_size]: each `Ask` has all tokens."""
 
 
 def look_up(token_ids: Sequence[int], count: int, min_tokens: int, max_tokens: int) -> list[int]:

@@ -59,7 +59,8 @@ def rounding_of(
 ) -> Rounding | None:
     """Returns how a GPU rounds activations of `tokens` rows for this weight.
 
-    Returns None for few rows, which are never rounded, and if no kernel reads rounded activations.
+    input_scale: float32 [1], or None. Returns None for few rows, which are never rounded, and if no kernel
+    reads rounded activations.
     """
     if tokens <= MOST_EXACT or weight.device.type != "cuda":
         return None

@@ -64,7 +64,7 @@ def _with_wide(
     cache: LayerCache, q: Tensor, step: Step, params: AttentionParams, sequence: int, length: int,
     narrow: Seen,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns scores [num_q_heads, n, 2 m] and values [2 m, num_q_heads, head_dim_v], m rows in both forms."""
+    """Returns scores [num_q_heads, n, 2 m], values [2 m, num_q_heads, head_dim_v]: m rows in both forms."""
     assert cache.wide is not None
     assert cache.spec.wide is not None
     wide = see(cache.wide, q, step.of(cache.wide_group), params, sequence, length)

@@ -1,4 +1,4 @@
-"""The memory that holds fields, and conversions of their values."""
+"""Memory for blocks of fields, and conversions of their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Block = NDArray[np.int64]
 
 
 def block_of(fields: type[Fields], count: int = 1) -> Block:
-    """Allocate `count` consecutive blocks of zeros on a cache line, one number per field."""
+    """Allocates `count` consecutive zeroed blocks, aligned to a cache line, with one number per field."""
     size = count * int(max(fields)) // 8  # the last field is END
     room = np.zeros(size + 8, np.int64)
     start = -room.ctypes.data % 64 // 8

@@ -1,7 +1,7 @@
-"""The cache of compiled kernels: in the user's cache, under a name that changes with the sources.
+"""The disk cache of compiled kernels: in the user's cache, under a name that changes with the sources.
 
-numba would keep them beside the sources, which an installed package may not write, and would check one
-source file only, but these kernels use several. If nothing can be written, every start compiles them.
+numba would store them beside the sources, where an installed package may not write, and would check only one
+source file, but these kernels use several. If nothing can be written, every start compiles them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 @cache
 def kernel_cache() -> Path | None:
-    """A directory under $NUMBA_CACHE_DIR, else under $KVANT_CACHE (~/.cache/kvant); None if unwritable."""
+    """Returns a directory under $NUMBA_CACHE_DIR, else under $KVANT_CACHE (~/.cache/kvant).
+
+    None if unwritable.
+    """
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     package = Path(kvant.__file__).parent
     # Declarations and constants of formats are part of the kernels.
@@ -56,7 +59,7 @@ def kernel_cache() -> Path | None:
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove kernels of sources that were not used for KEPT_DAYS; another version may still be in use."""
+    """Removes kernels of sources that were not used for KEPT_DAYS; another version may still be in use."""
     oldest = time.time() - KEPT_DAYS * 24 * 3600
     for place in root.iterdir():
         if _DIGEST.fullmatch(place.name) and place.stat().st_mtime < oldest:
@@ -65,7 +68,7 @@ def _remove_unused(root: Path) -> None:
 
 @contextmanager
 def kept_on_disk() -> Iterator[bool]:
-    """Yield numba's `cache` argument; functions decorated in this context are kept in `kernel_cache`.
+    """Yields numba's `cache` argument; functions decorated in this context are kept in `kernel_cache`.
 
     numba reads its setting when it decorates a function, so other users of numba in this process are
     not affected.
@@ -84,7 +87,7 @@ WORKER = types.void(types.int64, types.int64)
 
 
 def compiled(function: Callable[..., Any], signature: Any = WORKER) -> Any:
-    """Return numba's cfunc of `function`, loaded from `kernel_cache` or added to it.
+    """Returns numba's cfunc of `function`, loaded from `kernel_cache` or added to it.
 
     numba fails if a cached file is truncated, as after a crash, or if the disk is full. Truncated files
     are removed; on a full disk nothing is kept.
@@ -113,7 +116,7 @@ def _tell_once(place: str, why: str) -> None:
 
 @cache
 def compiled_worker(work: Callable[..., None], signature: Any = WORKER) -> int:
-    """Address of `work`, compiled; every thread runs it."""
+    """Compiles `work`, which every thread runs, and returns its address."""
     return int(compiled(work, signature).address)
 
 
@@ -129,6 +132,6 @@ class Entry:
 
 @cache
 def compiled_entry(function: Callable[[int, int, int, int], int]) -> Entry:
-    """Compile `function`, which takes four int64 (addresses or numbers)."""
+    """Compiles `function`, which takes four int64 (addresses or numbers)."""
     made = compiled(function, "int64(int64, int64, int64, int64)")
     return Entry(made.ctypes, int(made.address))

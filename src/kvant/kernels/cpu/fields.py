@@ -19,7 +19,7 @@ LINE = 64
 class Fields(IntEnum):
     """Members are the fields' offsets in bytes, in order; END, the last one, is the size.
 
-    `auto()` follows the field before; a field that needs a cache line of its own gives its offset.
+    `auto()` continues after the previous field; a field that needs a separate cache line gives its offset.
     """
 
     @staticmethod
@@ -28,7 +28,7 @@ class Fields(IntEnum):
 
 
 def plain(kind: type[Kind]) -> type[Kind]:
-    """The members as plain ints: attributes of a named tuple, which numba compiles as constants."""
+    """Returns the members as plain ints: attributes of a named tuple, which numba compiles as constants."""
     members = kind.__members__
     made: Any = namedtuple(kind.__name__, members)  # type: ignore[misc]
     return cast(type[Kind], made(*map(int, members.values())))

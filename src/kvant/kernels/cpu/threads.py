@@ -1,7 +1,7 @@
-"""Torch's own threads for Kvant's loops: a second thread pool would compete for the cores.
+"""Runs Kvant's loops on torch's threads: a second thread pool would compete for the cores.
 
-Torch on Linux brings GNU OpenMP, whose entry point GOMP_parallel(function, data, threads, flags)
-runs a C function on its threads, which torch's operators use and keep warm.
+Torch on Linux includes GNU OpenMP, whose entry point GOMP_parallel(function, data, threads, flags)
+runs a C function on the threads that torch's operators use and keep warm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @cache
 def openmp_address(name: str) -> int:
-    """The address of a function in the OpenMP library that torch loaded; 0 without GNU OpenMP."""
+    """Returns the address of a function in the OpenMP library that torch loaded; 0 without GNU OpenMP."""
     for path in [*Path(torch.__file__).parent.glob("lib/libgomp*.so*"), Path("libgomp.so.1")]:
         try:
             library = ctypes.CDLL(str(path))
@@ -32,7 +32,10 @@ def openmp_address(name: str) -> int:
 
 @cache
 def parallel_address() -> int:
-    """Address of GOMP_parallel(function, data, threads, flags); 0, logged once, if loops have one thread."""
+    """Returns the address of GOMP_parallel(function, data, threads, flags).
+
+    0, logged once, for one thread.
+    """
     address = openmp_address("GOMP_parallel")
     if not address and torch.get_num_threads() > 1:
         _log.warning(

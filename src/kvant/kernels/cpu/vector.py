@@ -1,6 +1,6 @@
 """Vector code for numba: sixteen float32 lanes at a time, written as LLVM instructions.
 
-LLVM vectorises numba's loops if it finds out how, but not conversions of packed codes or transposes.
+LLVM vectorises many of numba's loops itself, but not conversions of packed codes or transposes.
 So this module emits the innermost loops, and everything around them is plain numba.
 On CPUs with AVX-512 sixteen lanes are one register, with AVX2 two. Addresses are plain int64.
 """
@@ -23,9 +23,11 @@ HALVES = ir.VectorType(F16, LANES)
 SHORTS = ir.VectorType(I16, LANES)
 BYTES = ir.VectorType(I8, LANES)
 FOURS = ir.VectorType(I8, 4 * LANES)
-"""Four bytes for each lane."""
+"""Four bytes per lane."""
 _POINTER = ir.PointerType()
-_INTO_L2 = 2  # LLVM's locality of prefetcht1: a core has more misses to L2 under way than to L1
+_INTO_L2 = (
+    2  # LLVM's locality of prefetcht1: a core can have more misses to L2 in flight than to L1
+)
 
 
 def i64(n: int) -> Any:
@@ -33,7 +35,7 @@ def i64(n: int) -> Any:
 
 
 def every(type_: Any, value: float) -> Any:
-    """The same constant in every lane."""
+    """Returns a vector with this constant in every lane."""
     return ir.Constant(type_, [value] * type_.count)
 
 
@@ -56,7 +58,7 @@ def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
 
 
 def load_first(b: Any, type_: Any, address: Any, count: Any) -> Any:
-    """The first `count` (at run time) elements of a vector; the others are 0 and not read."""
+    """Loads the first `count` (at run time) elements of a vector; the others are 0 and not read."""
     n = type_.count
     lanes = ir.Constant(ir.VectorType(I64, n), list(range(n)))
     mask = b.icmp_signed("<", lanes, splat(b, count, n))
@@ -69,7 +71,7 @@ def load_first(b: Any, type_: Any, address: Any, count: Any) -> Any:
 
 
 def call(b: Any, name: str, returns: Any, *arguments: Any, given: Any = None) -> Any:
-    """Call an LLVM intrinsic by its full name."""
+    """Calls an LLVM intrinsic by its full name."""
     found = [a.type for a in arguments] if given is None else list(given)
     function = cgutils.get_or_insert_function(b.module, ir.FunctionType(returns, found), name)
     return b.call(function, arguments)
@@ -86,17 +88,17 @@ def splat(b: Any, scalar: Any, n: int = LANES) -> Any:
 
 
 def load_bf16_lanes(b: Any, address: Any) -> Any:
-    """FLOATS of sixteen bfloat16 numbers in memory, exactly."""
+    """Loads sixteen bfloat16 numbers as FLOATS, exactly."""
     return b.bitcast(b.shl(b.zext(load(b, SHORTS, address, 2), WORDS), words(16)), FLOATS)
 
 
 def is_set(b: Any, flag: Any) -> Any:
-    """A mask of lanes that is true everywhere where the int64 `flag` is not zero."""
+    """Returns a mask of lanes, all true if the int64 `flag` is not zero, else all false."""
     return splat(b, b.icmp_signed("!=", flag, i64(0)))
 
 
 def to_bf16_where(b: Any, mask: Any, x: Any) -> Any:
-    """FLOATS x, rounded to numbers of bfloat16 where mask is true: nearest even, NaN stays NaN."""
+    """Rounds FLOATS x to bfloat16 numbers where mask is true: nearest even, NaN stays NaN."""
     bits = b.bitcast(x, WORDS)
     odd = b.and_(b.lshr(bits, words(16)), words(1))
     rounded = b.and_(b.add(bits, b.add(odd, words(0x7FFF))), words(0xFFFF0000))
@@ -121,9 +123,9 @@ def has_feature(context: Any, name: str) -> bool:
 
 
 def dot_fours(context: Any, b: Any, sums: Any, codes: Any, x: Any, bits: int) -> Any:
-    """sums (WORDS) + the sum of four products a lane: codes (FOURS, unsigned, of `bits`) times x.
+    """Adds to sums (WORDS), in each lane, four products of codes (FOURS, unsigned, of `bits`) and x.
 
-    x: a word of four signed bytes, the same for all lanes. Integers are exact.
+    x: a word of four signed bytes, the same for all lanes. Integer arithmetic is exact.
     """
     x = splat(b, x)
     if has_feature(context, "avx512vnni"):
@@ -143,7 +145,10 @@ def dot_fours(context: Any, b: Any, sums: Any, codes: Any, x: Any, bits: int) ->
 
 
 def _dot_avx2(b: Any, sums: Any, codes: Any, x: Any, bits: int) -> Any:
-    """Eight lanes. Pairs of products are added in 16 bits, which 8-bit codes overflow: they go by halves."""
+    """Computes eight lanes.
+
+    Sums of two products are 16 bits, which 8-bit codes overflow: they go by halves.
+    """
     bytes_, shorts = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
     x = b.bitcast(x, bytes_)
     parts = [(b.bitcast(codes, bytes_), 1)]
@@ -159,7 +164,7 @@ def _dot_avx2(b: Any, sums: Any, codes: Any, x: Any, bits: int) -> Any:
 
 
 def store_first(b: Any, value: Any, address: Any, count: Any) -> None:
-    """Store the first `count` (at run time) of 16 float32."""
+    """Stores the first `count` (at run time) of 16 float32."""
     lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
     mask = b.icmp_signed("<", lanes, splat(b, count))
     call(
@@ -169,7 +174,7 @@ def store_first(b: Any, value: Any, address: Any, count: Any) -> None:
 
 
 def look_up(context: Any, b: Any, table: tuple[float, ...], index: Any) -> Any:
-    """table[index & (len - 1)] in every lane; 8 or 16 numbers, held in registers."""
+    """Returns table[index & (len - 1)] in every lane; the table has 8 or 16 numbers, held in registers."""
     if "+avx512f" in context.codegen().magic_tuple()[2]:
         numbers = ir.Constant(FLOATS, list(table) * (LANES // len(table)))
         return call(b, "llvm.x86.avx512.permvar.sf.512", FLOATS, numbers, index)
@@ -190,10 +195,10 @@ def look_up(context: Any, b: Any, table: tuple[float, ...], index: Any) -> Any:
 
 
 def transpose(b: Any, rows: list[Any], n: int) -> list[Any]:
-    """16 rows of n words (n = 4, 8, 16) to n vectors whose lanes are the rows."""
+    """Transposes 16 rows of n words (n = 4, 8, 16) to n vectors whose lanes are the rows."""
     found = rows
     while len(found) > n:
-        # Row r and row r + n share a vector, then these and those 2 n further, and so on.
+        # Rows r and r + n share a vector; then these and the pair 2 n further, and so on.
         width = found[0].type.count
         found = [
             shuffle(b, found[i], found[i + n], list(range(2 * width)))
@@ -217,12 +222,12 @@ def transpose(b: Any, rows: list[Any], n: int) -> list[Any]:
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 _SMALLEST = -87.0
-# e^r for |r| <= ln(2) / 2, as in Cephes' expf (S. Moshier); off by about 1 unit in the last place.
+# e^r for |r| <= ln(2) / 2, as in Cephes' expf (S. Moshier); the error is about 1 unit in the last place.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
 
 def exp_lanes(b: Any, x: Any) -> Any:
-    """e^x of FLOATS x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
+    """Returns e^x of FLOATS x <= 0: 0 below -87, 1 for 0, NaN for NaN."""
     is_small = b.fcmp_ordered("<", x, _floats(_SMALLEST))
     x = b.select(is_small, _floats(_SMALLEST), x)
     n = call(b, "llvm.rint.v16f32", FLOATS, b.fmul(x, _floats(_LOG2_E)))
@@ -275,7 +280,7 @@ def _writer(given: Any, prepare: Any) -> Any:
 
 
 def _to_bf16(b: Any, x: Any) -> Any:
-    """Nearest even; NaN stays NaN."""
+    """Rounds x to bfloat16: nearest even; NaN stays NaN."""
     bits = b.bitcast(x, I32)
     odd = b.and_(b.lshr(bits, ir.Constant(I32, 16)), ir.Constant(I32, 1))
     rounded = b.add(bits, b.add(odd, ir.Constant(I32, 0x7FFF)))
@@ -293,7 +298,7 @@ store_bf16 = _writer(types.float32, _to_bf16)
 
 @intrinsic
 def to_bf16_if(typing: Any, flag: Any, x: Any) -> Any:
-    """x, rounded to a number of bfloat16 where flag is not zero."""
+    """Rounds x to a bfloat16 number if flag is not zero."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         flag, x = arguments
@@ -305,7 +310,7 @@ def to_bf16_if(typing: Any, flag: Any, x: Any) -> Any:
 
 @intrinsic
 def bits_of(typing: Any, x: Any) -> Any:
-    """The bits of a float32, 0 .. 2^32 - 1."""
+    """Returns the bits of a float32, 0 .. 2^32 - 1."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         return b.zext(b.bitcast(arguments[0], I32), I64)
@@ -315,7 +320,7 @@ def bits_of(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def float_of(typing: Any, bits: Any) -> Any:
-    """The float32 with these bits."""
+    """Returns the float32 with these bits."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         return b.bitcast(b.trunc(arguments[0], I32), F32)
@@ -325,7 +330,7 @@ def float_of(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def nearest(typing: Any, x: Any) -> Any:
-    """x rounded to an integer, ties to even, as float32."""
+    """Rounds x to an integer, ties to even; returns float32."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         return call(b, "llvm.rint.f32", F32, arguments[0])
@@ -335,7 +340,7 @@ def nearest(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def root(typing: Any, x: Any) -> Any:
-    """The square root, correctly rounded."""
+    """Returns the square root, correctly rounded."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         return call(b, "llvm.sqrt.f32", F32, arguments[0])
@@ -345,7 +350,7 @@ def root(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def fetch_add(typing: Any, address: Any, value: Any) -> Any:
-    """Add atomically to an int64 in memory; return its previous value."""
+    """Adds atomically to an int64 in memory; returns its previous value."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         place = b.inttoptr(arguments[0], _POINTER)
@@ -365,7 +370,7 @@ def prefetch_line(typing: Any, address: Any) -> Any:
 
 @intrinsic
 def run_at(typing: Any, function: Any, a: Any, b_: Any) -> Any:
-    """Call a C function void(int64, int64) by its address."""
+    """Calls a C function void(int64, int64) by its address."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64, I64])
@@ -378,7 +383,7 @@ def run_at(typing: Any, function: Any, a: Any, b_: Any) -> Any:
 
 @intrinsic
 def enter(typing: Any, function: Any, a: Any, b_: Any, c: Any, d: Any) -> Any:
-    """Call a C function int64(int64, int64, int64, int64) by its address."""
+    """Calls a C function int64(int64, int64, int64, int64) by its address."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(I64, [I64] * 4)
@@ -389,7 +394,7 @@ def enter(typing: Any, function: Any, a: Any, b_: Any, c: Any, d: Any) -> Any:
 
 @intrinsic
 def fork(typing: Any, parallel: Any, function: Any, data: Any, threads: Any) -> Any:
-    """GOMP_parallel(function, data, threads, 0) by its address: the function runs on every thread."""
+    """Calls GOMP_parallel(function, data, threads, 0) by its address: the function runs on every thread."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         parallel, function, data, threads = arguments
@@ -403,7 +408,7 @@ def fork(typing: Any, parallel: Any, function: Any, data: Any, threads: Any) -> 
 
 @intrinsic
 def zero(typing: Any, address: Any, num_bytes: Any) -> Any:
-    """Clear memory."""
+    """Fills memory with zeros."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         call(
@@ -416,7 +421,7 @@ def zero(typing: Any, address: Any, num_bytes: Any) -> Any:
 
 
 def repeat(b: Any, count: Any, start: list[Any], body: Any) -> list[Any]:
-    """body(index, carried values) -> carried values, `count` times, at least once."""
+    """Emits body(index, carried values) -> carried values, `count` times, at least once."""
     before = b.block
     loop, done = b.append_basic_block("loop"), b.append_basic_block("done")
     b.branch(loop)
@@ -428,7 +433,7 @@ def repeat(b: Any, count: Any, start: list[Any], body: Any) -> list[Any]:
         carried.append(b.phi(x.type))
         carried[-1].add_incoming(x, before)
     made = body(index, carried)
-    last = b.block  # of the body, which may have loops of its own
+    last = b.block  # the body's last block, since it may contain loops
     following = b.add(index, i64(1))
     index.add_incoming(following, last)
     for old, new in zip(carried, made, strict=True):

@@ -1,4 +1,4 @@
-"""Compile CUDA C++ at first use with NVRTC, which torch's CUDA wheels install.
+"""Compiles CUDA C++ at first use with NVRTC, which torch's CUDA wheels install.
 
 No CUDA toolkit is needed: torch for CUDA depends on `cuda-bindings` and on NVRTC. If either is missing,
 `unavailable` returns the reason, and callers use another kernel.
@@ -45,10 +45,10 @@ class Kernel:
         *,
         ahead: bool = False,
     ) -> None:
-        """Launch on torch's current stream. values: one for each argument; addresses as int.
+        """Launches on torch's current stream. values: one per argument; addresses as int.
 
-        programs: across, or across and down. ahead: it may start while the kernel before it runs, for
-        which it waits itself.
+        programs: across, or across and down. ahead: it may start while the previous kernel runs; it must then
+        wait for that kernel itself.
         """
         driver = import_module("cuda.bindings.driver")
         stream = torch.cuda.current_stream().cuda_stream
@@ -73,14 +73,14 @@ class Kernel:
 
 
 def is_hopper() -> bool:
-    """True if the device is an NVIDIA GPU of compute capability 9.0."""
+    """Whether the device is an NVIDIA GPU of compute capability 9.0."""
     nvidia = torch.cuda.is_available() and torch.version.hip is None
     return nvidia and torch.cuda.get_device_capability() == (9, 0)
 
 
 @functools.cache
 def unavailable() -> str | None:
-    """Return why CUDA C++ cannot be compiled for this device, or None; asked once per process."""
+    """Returns why CUDA C++ cannot be compiled for this device, or None; checked once per process."""
     if not is_hopper():
         return "the CUDA C++ kernel is written for sm_90 alone"
     try:
@@ -92,7 +92,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def available(otherwise: str) -> bool:
-    """True if CUDA C++ can be compiled. If not, log once why; otherwise: what is done instead."""
+    """Whether CUDA C++ can be compiled. If not, logs once why. otherwise: what runs instead, for the log."""
     reason = unavailable()
     if reason is not None:
         level = logging.WARNING if is_hopper() else logging.INFO
@@ -108,7 +108,7 @@ def build(
     shared_bytes: int,
     arguments: tuple[type, ...],
 ) -> Kernel:
-    """Concatenate and compile `sources` of `package` with macros `defines`; load kernel `name`.
+    """Concatenates and compiles `sources` of `package` with macros `defines`; loads kernel `name`.
 
     Raises RuntimeError with NVRTC's log if the text does not compile.
     """
@@ -128,7 +128,7 @@ _threads = ThreadPoolExecutor(max(2, min(16, os.cpu_count() or 2)), thread_name_
 
 
 def begin(package: str, sources: Sequence[str], defines: Mapping[str, int | str]) -> None:
-    """Compile in another thread what `build` will be asked for."""
+    """Starts compiling for a later call of `build`, in another thread."""
     key = _key(package, sources, defines)
     if key not in _begun:
         _begun[key] = _threads.submit(_compile, package, tuple(sources), dict(defines))
@@ -144,7 +144,7 @@ def _compile(package: str, sources: Sequence[str], defines: Mapping[str, int | s
 
 
 def _compiled(source: bytes, defines: Mapping[str, int | str]) -> bytes:
-    """Machine code of a CUDA C++ text."""
+    """Returns machine code of a CUDA C++ text."""
     nvrtc = import_module("cuda.bindings.nvrtc")
     program = _checked(nvrtc.nvrtcCreateProgram(source, b"kvant.cu", 0, [], []))
     options = [f"--gpu-architecture={_HOPPER}", "--std=c++17", "-default-device"]
@@ -162,7 +162,10 @@ def _compiled(source: bytes, defines: Mapping[str, int | str]) -> bytes:
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The result of a binding call after its status; RuntimeError if the status is an error."""
+    """Returns the result in a binding's answer after its status.
+
+    Raises RuntimeError if the status is an error.
+    """
     if int(answer[0]):
         raise RuntimeError(repr(answer[0]))
     return answer[1] if len(answer) > 1 else None

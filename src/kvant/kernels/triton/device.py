@@ -20,9 +20,9 @@ _arrivals: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def arrivals(device: torch.device, count: int) -> Tensor:
-    """Return zeroed int32 counters [>= count] for programs that share a result; the last one resets them.
+    """Returns zeroed int32 counters [>= count] for programs that share a result; the last one resets them.
 
-    Launches that use them must not overlap. Never freed: recorded steps keep the address.
+    Launches that use them must not overlap. Never freed, because CUDA graphs keep the address.
     """
     size = max(1 << 16, int(triton.next_power_of_2(count)))
     if (device, size) not in _arrivals:
@@ -31,7 +31,7 @@ def arrivals(device: torch.device, count: int) -> Tensor:
 
 
 def shared_memory_of_a_program(device: torch.device) -> int:
-    """Maximum bytes of shared memory per program."""
+    """Returns the maximum bytes of shared memory per program."""
     if device.type == "cpu":
         return 1 << 17  # Triton's interpreter
     facts: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack this field
@@ -44,10 +44,10 @@ def is_nvidia(device: torch.device) -> bool:
 
 @cache
 def launches_ahead(device: torch.device) -> bool:
-    """True if a kernel can be launched while the one before it still runs: NVIDIA, sm_90 and later."""
+    """Whether a kernel can be launched while the previous one still runs: NVIDIA, sm_90 and later."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def has_ptx(device: torch.device) -> bool:
-    """True if inline PTX can convert e4m3: NVIDIA, sm_89 and later."""
+    """Whether inline PTX can convert e4m3: NVIDIA, sm_89 and later."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

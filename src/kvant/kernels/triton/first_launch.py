@@ -15,8 +15,8 @@ def one_loads() -> Iterator[None]:
     """In this context, a launch waits while another thread loads the same kernel.
 
     Triton sets a compiled kernel's launcher before its function, and releases the interpreter in
-    between, while the driver loads the code. A launch meanwhile would run
-    without a function, which is a TypeError, once in many starts.
+    between, while the driver loads the code. A launch at that moment would have no function and
+    raise TypeError, about once in many starts.
     """
     alone: Any = CompiledKernel.run
     loading = threading.Lock()

@@ -1,6 +1,6 @@
-"""Gather pages of an arena into rows, and scatter rows into pages: one launch for all layers.
+"""Gathers pages of an arena into rows, and scatters rows into pages: one launch for all layers.
 
-A page's pieces lie far apart in an arena of one group. A row holds them behind each other, so that it crosses
+A page's pieces lie far apart in an arena with one group. A row holds them contiguously, so that they cross
 a bus as one copy.
 """
 
@@ -17,7 +17,10 @@ _BLOCK = 2048
 
 
 class PageGather:
-    """Pages of one group. pieces: uint8 [num_pages, n] each, n a multiple of 8; their addresses are used."""
+    """Copies pages of one group.
+
+    pieces: uint8 [num_pages, n] each, n a multiple of 8; read and written in place.
+    """
 
     def __init__(self, pieces: Sequence[Tensor]) -> None:
         self._pieces = tuple(pieces)
@@ -31,18 +34,18 @@ class PageGather:
         self._blocks = triton.cdiv(max(words for _, words, _ in facts), _BLOCK)
 
     def warm_up(self) -> None:
-        """Compile both directions over page 0, whose contents mean nothing, before threads launch them."""
+        """Compiles both directions with page 0, whose contents are arbitrary, before threads launch them."""
         scratch = torch.zeros(1, dtype=torch.int64, device=self._facts.device)
         rows = torch.empty(1, self.row_words, dtype=torch.int64, device=self._facts.device)
         self.gather(scratch, rows)
         self.scatter(rows, scratch)
 
     def gather(self, pages: Tensor, rows: Tensor) -> None:
-        """Copy pages [k] int64 into rows, int64 [at least k, row_words] without gaps."""
+        """Copies pages [k] int64 into rows, int64 [at least k, row_words], contiguous."""
         self._launch(pages, rows, True)
 
     def scatter(self, rows: Tensor, pages: Tensor) -> None:
-        """Copy rows into pages, as in `gather`."""
+        """Copies rows, int64 [at least k, row_words], into pages [k] int64."""
         self._launch(pages, rows, False)
 
     def _launch(self, pages: Tensor, rows: Tensor, to_rows: bool) -> None:
@@ -54,8 +57,8 @@ class PageGather:
 
 @triton.jit
 def copy_pages(facts, pages, rows, row_words, TO_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, piece, BLOCK words of 8 bytes). facts: of each piece its address, the words of a page,
-    and where it begins in a row."""
+    """Program (row, piece, BLOCK words of 8 bytes). facts: for each piece its address, the words of a page,
+    and its offset in a row."""
     piece = facts + 3 * tl.program_id(1)
     start = tl.load(piece).to(tl.pointer_type(tl.int64))
     words = tl.load(piece + 1)

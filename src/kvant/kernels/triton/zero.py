@@ -1,4 +1,4 @@
-"""Clear pages of an arena: one launch per group of pages, or one in a recorded step."""
+"""Clears pages of an arena: one launch per group of pages, or one launch in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 class PageEraser:
-    """Clears pages of some groups: of each its pieces, uint8 [num_pages, n], n a multiple of 4.
+    """Clears pages. groups: for each group its pieces, uint8 [num_pages, n], n a multiple of 4.
 
     A model that stores nothing has no groups.
     """
@@ -39,7 +39,7 @@ class PageEraser:
             )
 
     def clear(self, pages: Sequence[Sequence[int]]) -> None:
-        """pages: ids of each group."""
+        """Clears pages by their ids, given for each group."""
         for place, some in enumerate(pages):
             if some and self._facts:
                 facts = self._facts[place]
@@ -48,7 +48,10 @@ class PageEraser:
                 clear_pages[grid](facts, ids, BLOCK=_BLOCK, num_warps=4)
 
     def clear_listed(self, entries: Tensor) -> None:
-        """May be recorded. entries: [n] int64 on the device, as `kvant.kernels.listed_pages` makes them."""
+        """Clears pages; CUDA graphs can capture it.
+
+        entries: [n] int64 on the device, from `listed_pages.listed`.
+        """
         if self._every is not None:
             grid = (len(entries), len(self._every))
             clear_listed[grid](self._every, entries, GROUP=GROUP, BLOCK=_BLOCK, num_warps=4)
@@ -56,7 +59,7 @@ class PageEraser:
 
 @triton.jit
 def clear_listed(facts, entries, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (entry, piece). facts: of each piece its address, words of a page, and its group."""
+    """Program (entry, piece). facts: for each piece its address, the words of a page, and its group."""
     entry = tl.load(entries + tl.program_id(0))
     piece = facts + 3 * tl.program_id(1)
     if (entry > 0) & (entry // GROUP == tl.load(piece + 2)):
@@ -69,7 +72,7 @@ def clear_listed(facts, entries, GROUP: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def clear_pages(facts, pages, BLOCK: tl.constexpr):
-    """Program (page, piece, BLOCK words). facts: of each piece its address, and words of a page."""
+    """Program (page, piece, BLOCK words). facts: for each piece its address, and the words of a page."""
     piece = facts + 2 * tl.program_id(1)
     start = tl.load(piece).to(tl.pointer_type(tl.int32))
     words = tl.load(piece + 1)

@@ -25,9 +25,11 @@ class ScaledFloat8Codec:
     float8: Float8
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         return (self.float8.encode(widen(x) / per_head(scale)),)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         (codes,) = planes
         return narrow(self.float8.decode(codes) * per_head(scale), dtype)
 
@@ -39,10 +41,12 @@ class PlainFloat8Codec:
     float8: Float8
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         return (self.float8.encode(widen(x)),)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         (codes,) = planes
         return narrow(self.float8.decode(codes), dtype)

@@ -23,12 +23,14 @@ class RowScaledFloat8Codec:
     float8: Float8
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         x = widen(x)
         scales = row_scale(x.abs().amax(-1, keepdim=True), self.float8.max)
         return self.float8.encode(x / scales), scales
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         codes, scales = planes
         return narrow(self.float8.decode(codes).mul_(scales), dtype)

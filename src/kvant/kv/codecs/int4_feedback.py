@@ -35,6 +35,7 @@ class FeedbackInt4Codec:
     plain: RotatedInt4Codec
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         codes, stored = self.plain.encode(x, None)
         if scale is None:
             return codes, stored
@@ -52,10 +53,11 @@ class FeedbackInt4Codec:
         return packed.pack(found.masked_fill_(broken, 0.0), 4), stored
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         return self.plain.decode(planes, None, dtype)
 
     def decode_rotated(self, planes: Sequence[Tensor]) -> Tensor:
-        """As int4_per_token_head's."""
+        """Decodes planes to rotated rows, float32 [..., num_kv_heads, head_dim], as `RotatedInt4Codec`."""
         return self.plain.decode_rotated(planes)
 
 

@@ -40,6 +40,7 @@ class RotatedInt4Codec:
     """Subclasses store a row's scale and zero point in another word."""
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         y = rotate(widen(x))
         low = y.amin(-1, keepdim=True).clamp_(max=0.0)
@@ -54,6 +55,7 @@ class RotatedInt4Codec:
         return packed.pack(codes, 4), self._joined(scales, zero_point, broken)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         return narrow(unrotate(self.decode_rotated(planes)), dtype)
 
@@ -84,7 +86,7 @@ class RotatedInt4Codec:
 
 
 def round_scale(scales: Tensor, dropped: int) -> Tensor:
-    """Positive normal float32 without its `dropped` low bits, to nearest, ties upwards."""
+    """Rounds scales [...], positive normal float32, to have `dropped` low bits of zero; ties upwards."""
     bits = (scales.view(torch.int32) + (1 << (dropped - 1))) & -(1 << dropped)
     return bits.view(torch.float32)
 

@@ -22,6 +22,7 @@ LARGEST = Encoding.INT8.largest
 @dataclass(frozen=True, slots=True)
 class RowScaledInt8Codec:
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         x = widen(x)
         scales = row_scale(x.abs().amax(-1, keepdim=True), LARGEST)
@@ -31,6 +32,7 @@ class RowScaledInt8Codec:
         return steps.to(torch.int8).view(torch.uint8), scales
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         codes, scales = planes
         return narrow(codes.view(torch.int8).to(torch.float32).mul_(scales), dtype)

@@ -32,6 +32,7 @@ BIAS = 1.5
 @dataclass(frozen=True, slots=True)
 class FourStepsCodec:
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         row = normalised(x)
         outer = (row.z.abs() > BOUND).to(torch.float32)
@@ -40,6 +41,7 @@ class FourStepsCodec:
         return packed.pack(codes.masked_fill_(row.broken, 0.0), 2), scales
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         codes, scales = planes
         numbers = torch.arange(4, dtype=torch.float32, device=codes.device) - BIAS

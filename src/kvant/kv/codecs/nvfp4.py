@@ -33,6 +33,7 @@ class BlockScaledE2M1Codec:
     block: int
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         blocks = self._in_blocks(widen(x))
         outer = per_head(scale)
         amax = blocks.abs().amax(-1)
@@ -44,6 +45,7 @@ class BlockScaledE2M1Codec:
         return packed.pack(e2m1.encode(steps).flatten(-2), 4), scale_codes
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         codes, scale_codes = planes
         numbers = packed.look_up(codes, e2m1.values(codes.device), 4)
         step = self.scale_float8.decode(scale_codes) * per_head(scale)

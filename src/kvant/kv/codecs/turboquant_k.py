@@ -41,6 +41,7 @@ class NormalCodebookCodec:
     centroids: tuple[float, ...]
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         row = normalised(x)
         codes = (row.z < 0).to(torch.uint8) << (self.bits - 1)
@@ -51,6 +52,7 @@ class NormalCodebookCodec:
         return packed.pack(codes, self.bits), scale_of(row, found)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         codes, scales = planes
         found = packed.look_up(codes, _values(self.centroids, codes.device), self.bits)

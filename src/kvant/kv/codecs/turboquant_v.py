@@ -30,6 +30,7 @@ class SmallestFirstCodec:
     bits: int
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
+        """Implements `Codec.encode`: x [..., num_kv_heads, head_dim]; scale as there."""
         assert scale is None
         x = widen(x)
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
@@ -44,6 +45,7 @@ class SmallestFirstCodec:
         return packed.pack(codes, self.bits), torch.cat((step, low), dim=-1)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
         assert scale is None
         codes, scales = planes
         step, low = scales.to(torch.float32).unbind(-1)

@@ -31,12 +31,13 @@ def build_tiers(
     give: Callable[[HostRows, Catalog], object] | None = None,
     spread: Spread | None = None,
 ) -> Tiers:
-    """Tiers behind the pages `shared`.
+    """Builds the tiers below the pages `shared`.
 
-    pieces: of each group, the pieces of a page, see `pieces_of`. host_bytes: of host memory. peers: makes
-    what reads pages of other engines into it. give: makes what lets others read it; lives as the tiers do.
-    spread: of several ranks, of which each has such host memory; files are this rank's.
-    Raises DoesNotFit if a GPU cannot reach that much host memory.
+    pieces: for each group, the pieces of its pages, uint8 [num_pages, n] each, see `pieces_of`. host_bytes:
+    of host memory. peers: builds the sources that read pages of other engines into host memory. give: builds
+    the object that lets other engines read them; it lives as long as the tiers. spread: with several ranks,
+    builds one mover over all ranks' host memory; files are this rank's. Raises DoesNotFit if a GPU cannot
+    reach that much host memory.
     """
     per_superblock = [group.per_superblock for group in shared.every]
     bell = Bell()
@@ -57,9 +58,10 @@ def build_tiers(
 def make_mover(
     pieces: Sequence[Sequence[Tensor]], per_superblock: Sequence[int], host_bytes: int, bell: Bell
 ) -> PageMover:
-    """Host memory for a device's pages, and what copies them there and back.
+    """Allocates host memory for a device's pages, and builds the mover that copies them there and back.
 
-    pieces, host_bytes: as in `build_tiers`. per_superblock: pages of each group. Raises DoesNotFit.
+    pieces: uint8 [num_pages, n] each, by group; host_bytes: as in `build_tiers`. per_superblock: pages of
+    each group. Raises DoesNotFit.
     """
     row_bytes = [sum(piece.shape[1] for piece in of_group) for of_group in pieces]
     superblock = max(n * size for n, size in zip(per_superblock, row_bytes, strict=True))

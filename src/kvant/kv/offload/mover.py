@@ -101,7 +101,10 @@ class Copier(Protocol):
 
 
 class MemoryCopier:
-    """On a CPU: pieces of pages lie in memory, and copies are done when they return."""
+    """Copies pages on a CPU. Copies are done when they return.
+
+    pieces: uint8 [num_pages, n] each, by group.
+    """
 
     def __init__(self, pieces: Sequence[Sequence[Tensor]], rows: HostRows) -> None:
         self._pieces, self._rows = pieces, rows

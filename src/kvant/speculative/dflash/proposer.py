@@ -66,6 +66,7 @@ class DFlashProposer:
         return [filled[a + 1 : b] for a, b in pairwise(starts.tolist())]
 
     def draft(self, tokens: Tensor, step: Step) -> Tensor:
+        """Fills blocks of tokens [T] int64, where -1 stands for the mask token; returns [T] int64."""
         block = torch.where(tokens < 0, self._facts.mask_token_id, tokens)
         steps = {causal: _ordered(step, causal=causal) for causal in self._orders}
         return self._network.fill(block, steps)

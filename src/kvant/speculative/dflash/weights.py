@@ -31,6 +31,7 @@ class Linear:
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Returns the product [.., out] of x [.., in]."""
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 

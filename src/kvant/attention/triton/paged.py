@@ -341,7 +341,7 @@ def attend_item(
     """Returns rows [ROWS, E * PAD_V] of one item, divided by their sums; log-sum-exp [ROWS] in base 2.
 
     Arguments: as in `paged_attention`. block: of the sequence's query rows; split: index among `splits`.
-    Values that are stored rotated stay rotated. WAIT: waits for the previous kernel after it has read page ids.
+    Values that are stored rotated stay rotated. WAIT: reads page ids, then waits for the previous kernel.
     """
     ELEMENTS_K: tl.constexpr = K.elements
     ELEMENTS_V: tl.constexpr = V.elements

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.agent_trace`: agents whose prompts grow, in a cache for some of them."""
+"""`python -m benchmarks.agent_trace`: agents with growing prompts and a cache for some of them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def agent_trace(
     answer: Annotated[int, typer.Option("--answer", min=1, help="Tokens of an answer.")] = 64,
     out: OutFile = None,
 ) -> None:
-    """Tokens that are computed again, with a host tier and without one.
+    """Count tokens that are computed again, with a host tier and without one.
 
-    Turns of all agents come one after another, in rounds. A turn's prompt is the conversation so far and new
+    The agents take turns in rounds. A turn's prompt is the conversation so far and new
     tokens. Tokens are computed again if an earlier turn of the agent had computed them.
     """
     from kvant.measure.facts import command_line, measurement_facts

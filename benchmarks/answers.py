@@ -1,7 +1,7 @@
-"""Greedy answers of the engine's own loop to the same prompts, run in several ways: where do they part?
+"""Compares greedy answers of the engine's own loop to the same prompts, run in several ways.
 
-Up to the first token that differs both ways read the same text. So every answer is compared up to there,
-and an answer that parts is one flip.
+Up to the first different token, two ways read the same text. So every answer is compared up to there,
+and an answer with a different token counts as one flip.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP_TOKENS = 2048
 
 
 class Way(Enum):
-    """How prompts are run. Only a GPU records steps, as CUDA graphs."""
+    """How prompts are run. CUDA graphs exist on GPUs only."""
 
     ALONE = "alone"
     BATCH = "batch"
@@ -40,7 +40,7 @@ class Way(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """tokens: of every answer. backend: of the first layer."""
+    """Answers of one run. tokens: of every answer. backend: of the first layer."""
 
     format: str
     backend: str
@@ -52,9 +52,9 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Answers of one way and of another, `beside`, with the same format, dtype and mode.
+    """One way's answers compared with those of another, `beside`, for the same format, dtype and mode.
 
-    positions: tokens of both with the same text before them. flips: how many of these differ.
+    positions: tokens that both computed after the same text. flips: how many of these differ.
     """
 
     format: str
@@ -67,7 +67,7 @@ class Agreement:
 
 
 def parse_way(name: str) -> Way:
-    """By its value. UnknownName for anything else."""
+    """Returns the way with this value. Raises UnknownName for anything else."""
     try:
         return Way(name)
     except ValueError:
@@ -75,7 +75,7 @@ def parse_way(name: str) -> Way:
 
 
 def read_answers(path: Path) -> list[Answers]:
-    """Those in the JSON of an earlier measurement. BadValue where there are none."""
+    """Reads the answers in the JSON of an earlier measurement. Raises BadValue if there are none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["answers"]
         return [Answers(**{**row, "tokens": tuple(map(tuple, row["tokens"]))}) for row in found]
@@ -84,13 +84,14 @@ def read_answers(path: Path) -> list[Answers]:
 
 
 def ways_on(device: torch.device) -> list[Way]:
-    """All that differ there."""
+    """Returns the ways that differ on this device."""
     return [Way.ALONE, Way.BATCH] if device.type == "cpu" else list(Way)
 
 
 def prompts_of(llm: LLM) -> list[tuple[list[int], int]]:
-    """Pieces of the bundled text, 16 to 44 tokens each, and how many tokens to answer with: 24 to 52, so
-    that ever fewer answer side by side, and recorded steps are padded.
+    """Returns pieces of the bundled text, 16 to 44 tokens each, and the lengths of their answers, 24 to 52.
+
+    So fewer and fewer sequences run side by side, and steps in CUDA graphs are padded.
     """
     text = llm.encode(passage())
     assert len(text) >= 16 * (NUM_PROMPTS + 2)
@@ -101,7 +102,7 @@ def prompts_of(llm: LLM) -> list[tuple[list[int], int]]:
 
 
 def answer(llm: LLM, stored: FormatRequest, ways: Sequence[Way]) -> Iterator[Answers]:
-    """The same prompts in each way, with the KV cache in `stored`."""
+    """Answers the same prompts in each way, with the KV cache in `stored`."""
     runner = runner_of(llm)
     plan, prompts = plan_storing(llm, stored), prompts_of(llm)
     engines: dict[bool, Engine] = {}
@@ -123,8 +124,9 @@ def answer(llm: LLM, stored: FormatRequest, ways: Sequence[Way]) -> Iterator[Ans
 
 
 def compare_all(own: Sequence[Answers], others: Sequence[Answers] = ()) -> Iterator[Agreement]:
-    """Every way with those before it on the same engine, and with others' of its format and dtype, made
-    in either mode.
+    """Compares every way with earlier ways on the same engine, and with answers of other runs.
+
+    Those have its format and dtype, in either mode.
     """
     before: dict[tuple[str, str, bool], list[Answers]] = {}
     for one in own:
@@ -138,7 +140,7 @@ def compare_all(own: Sequence[Answers], others: Sequence[Answers] = ()) -> Itera
 
 
 def compare(one: Answers, other: Answers) -> Agreement:
-    """Answer by answer, up to where they part."""
+    """Compares answers up to their first different token."""
     positions = flips = 0
     for a, b in zip(one.tokens, other.tokens, strict=True):
         parts = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
@@ -167,7 +169,7 @@ def _engine(llm: LLM, plan: KVPlan, *, recorded: bool) -> Engine:
 
 
 def _run(engine: Engine, prompts: Sequence[tuple[list[int], int]]) -> list[tuple[int, ...]]:
-    """All at once, in the order of the prompts."""
+    """Runs all prompts at once; returns answers in the order of prompts."""
     numbers = [
         engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
         for prompt, count in prompts

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.attention`: decode attention alone on a GPU, beside its peers."""
+"""`python -m benchmarks.attention`: decode attention alone on a GPU, compared with its peers."""
 
 from __future__ import annotations
 

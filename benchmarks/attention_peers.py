@@ -1,7 +1,7 @@
-"""Other people's decode attention over Kvant's pages: FlashInfer, and FlashAttention-3 as vLLM ships it.
+"""Decode attention of other projects over Kvant's pages: FlashInfer, and FlashAttention-3 from vLLM.
 
-Neither is a dependency. A peer reads 16-bit pages, or fp8 pages with one scale; everything else is
-none of its formats. What a peer does on the host before a step (its plan) is not in its time.
+Neither is a dependency. A peer reads 16-bit pages, or fp8 pages with one scale, and no other
+format. Its times exclude its work on the host before a step (its plan).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORKSPACE = 512 << 20
 
 
 def flashinfer_peer(device: torch.device) -> Peer:
-    """Its decode wrapper by tensor cores, which is its faster one for groups of query heads."""
+    """FlashInfer's decode wrapper with tensor cores, which is its faster one for groups of query heads."""
     if importlib.util.find_spec("flashinfer") is None:
         raise NotServable(
             "flashinfer is asked for as a peer",
@@ -59,10 +59,10 @@ def flashinfer_peer(device: torch.device) -> Peer:
 
 
 def flash_attention_3_peer(library: Path | None) -> Peer:
-    """library: `_vllm_fa3_C*.so`; without, that of the vLLM which is installed.
+    """Loads FlashAttention-3. library: `_vllm_fa3_C*.so`; None for that of the installed vLLM.
 
-    fp8 keys want fp8 queries, which are rounded before the clock starts. The split of the work is
-    computed once a step, as vLLM does it.
+    fp8 keys need fp8 queries, which are rounded before the clock starts. The split of the work is
+    computed once per step, as vLLM does it.
     """
     torch.ops.load_library(str(library or _installed_library()))  # type: ignore[no-untyped-call]
     ops = torch.ops._vllm_fa3_C

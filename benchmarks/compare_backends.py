@@ -1,18 +1,18 @@
-"""What attention backends make of one text, by KV format, beside a float32 KV cache.
+"""Compares attention backends on one text, by KV format, with a float32 KV cache.
 
     python -m benchmarks.compare_backends MODEL --text FILE.jsonl --format F .. --backend B .. [--out FILE]
 
-The text, questions and answers of a JSON lines file, goes in by chunks over the pages that earlier ones
-left; chunks of 256 tokens and more are long prompts, as in the engine. Told of every format and backend:
+The text, questions and answers of a JSON lines file, is read in chunks over the pages of earlier chunks;
+chunks of 256 tokens and more are long prompts, as in the engine. For every format and backend it prints
 the mean KL divergence from the float32 cache, read by the backend that Kvant chooses, and that mean's
-standard error; the share of positions with the same likeliest token; the text's mean negative
-log-likelihood, in nats a token.
+standard error; the share of positions with the same most likely token; the text's mean negative
+log-likelihood, in nats per token.
 
 `--defined` measures what the definition of fp8 products computes (`kvant.attention.verify.rounded`, in
 float64), on any device: what `--backend triton_fp8` does up to ties.
 
-A code next to a tie falls the other way where a sum was made in another order, and later ones follow: exact
-backends differ too. What lies within the standard errors is no difference.
+If a sum is made in another order, a code near a tie may round the other way, and later ones follow. So exact
+backends differ too. Differences within the standard errors mean nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ BASELINE = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """mean_kl, same_top: from and with the baseline, None of itself. kl_error: standard error of the mean,
-    positions taken as independent. nll: mean, in nats a token.
+    """One line of results.
+
+    mean_kl, same_top: relative to the baseline, None for itself. kl_error: standard error of the mean,
+    assuming independent positions. nll: mean, in nats per token.
     """
 
     format: str
@@ -62,7 +64,7 @@ class Row:
 
 
 class Defined(ReferenceBackend):
-    """Fp8 products for long stretches of queries, as they are defined."""
+    """The definition of fp8 products for long runs of queries."""
 
     name = "fp8, defined"
 
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_text(path: Path) -> str:
-    """All questions with their answers, one behind the other."""
+    """Returns all questions with their answers, concatenated."""
     problems = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return "\n".join(f"{problem['question']}\n{problem['answer']}" for problem in problems)
 
@@ -137,7 +139,10 @@ def measure(
     chunk: int,
     defined: bool = False,
 ) -> list[Row]:
-    """The baseline's row, then one for each format and backend; what cannot be served is an error first."""
+    """Yields the baseline's row, then one per format and backend.
+
+    Formats that cannot be served fail first.
+    """
     runner = runner_of(llm)
     plans = [
         plan_storing(
@@ -175,7 +180,7 @@ def _readers(plan: KVPlan) -> str:
 
 
 def _nll(logits: Tensor, ids: Sequence[int]) -> float:
-    """Mean negative log-likelihood of every token but the first."""
+    """Returns the mean negative log-likelihood of every token except the first."""
     following = torch.tensor(ids[1:], device=logits.device)
     return float(functional.cross_entropy(logits[:-1].float(), following))
 

@@ -1,11 +1,11 @@
-"""Logits of a checkpoint as Kvant computes them, beside transformers' own; exit code 1 beyond a bound.
+"""Compares Kvant's logits of a checkpoint with transformers' logits; exit code 1 beyond a bound.
 
     python -m benchmarks.compare_logits MODEL [--tokens 512] [--format F ..] [--out FILE]
 
-Reference: transformers, every product in float32 on the weights as they are stored. The error of a
-computation is its logits' distance from the reference's over their length, all positions together.
-Bound: with its cache in the model dtype Kvant errs at most 1.5 times as much as transformers in that
-dtype. Narrower formats are listed beside it.
+Reference: transformers, with every product in float32 on the weights as stored. The error of a
+computation is the distance of its logits from the reference's, over their length, for all positions together.
+Bound: with its cache in the model dtype, Kvant's error is at most 1.5 times that of transformers in that
+dtype. Narrower formats are listed too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def by_transformers(path: Path, ids: list[int], device: str) -> tuple[Tensor, Tensor]:
-    """Logits of float32 products over the stored weights, and of the model in its own dtype."""
+    """Returns logits of float32 products over the stored weights, and of the model in its own dtype."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         str(path), dtype="auto", attn_implementation="eager", local_files_only=True
     )
@@ -81,7 +81,7 @@ def by_transformers(path: Path, ids: list[int], device: str) -> tuple[Tensor, Te
 
 
 def _widen(model: nn.Module) -> None:
-    """Every product in float32; a linear layer's weights are converted as they are used."""
+    """Makes every product run in float32; a linear layer's weights are converted when they are used."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.forward = _wide_product(module)  # type: ignore[method-assign]
@@ -101,7 +101,7 @@ def _wide_product(linear: nn.Linear) -> Any:
 
 
 def by_kvant(path: Path, ids: list[int], formats: list[str], device: str, chunk: int) -> Any:
-    """(format, logits) for the model dtype first, then for each format."""
+    """Yields (format, logits), first for the model dtype, then for each format."""
     llm = LLM(
         path,
         device=device,

@@ -3,9 +3,9 @@
     python -m benchmarks.cpu --out result.json
 
 SmolLM2's shape (9 query heads, 3 KV heads, head size 64), pages of 16 tokens in random order. Times
-are medians; the reference backend, torch's scaled_dot_product_attention over contiguous float32, and
-a read of as many bytes stand in the same run. Each row says how many bytes of K and V it had to read
-and how much of the read bandwidth that is.
+are medians. For comparison, the same run measures the reference backend, torch's scaled_dot_product_attention
+over contiguous float32, and a read of as many bytes. Each row says how many bytes of K and V it had to read
+and the share of the read bandwidth.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Case:
 
     @property
     def elements(self) -> int:
-        """Stored numbers that are read."""
+        """Number of stored numbers that are read."""
         return sum(self.lengths) * KV_HEADS * 2 * HEAD_DIM
 
     @property
     def operations(self) -> int:
-        """Additions and multiplications of causal attention."""
+        """Number of additions and multiplications of causal attention."""
         pairs = sum(self.queries * (n - self.queries) + self.queries * (self.queries + 1) // 2
                     for n in self.lengths)  # fmt: skip
         return 4 * pairs * Q_HEADS * HEAD_DIM
@@ -81,7 +81,7 @@ class Row:
 
 
 def make_inputs(case: Case, pair: Pair, *, seed: int = 0) -> Inputs:
-    """Random numbers on pages in random order."""
+    """Returns random numbers on pages in random order."""
     made = torch.Generator().manual_seed(seed)
     pages = [-(-n // PAGE_SIZE) for n in case.lengths]
     total = sum(pages)
@@ -108,7 +108,7 @@ def make_inputs(case: Case, pair: Pair, *, seed: int = 0) -> Inputs:
 
 
 def time_s(run: Callable[[], object], *, repeats: int, budget_s: float = 3.0) -> list[float]:
-    """Seconds of each repetition; at least 3, and no more than fit the budget."""
+    """Returns seconds of each repetition: at least 3, and as many as fit the budget."""
     times: list[float] = []
     while len(times) < 3 or (len(times) < repeats and sum(times) < budget_s):
         start = time.perf_counter()
@@ -118,7 +118,7 @@ def time_s(run: Callable[[], object], *, repeats: int, budget_s: float = 3.0) ->
 
 
 def read_bandwidth(num_bytes: int) -> float:
-    """Bytes a second of reading that much memory with all of torch's threads, the best of 40."""
+    """Returns bytes per second of reading memory with all of torch's threads, the best of 40."""
     x = torch.ones(num_bytes // 4)
     read_everything(x)
     return num_bytes / min(time_s(lambda: read_everything(x), repeats=40))
@@ -138,7 +138,7 @@ def _sdpa(case: Case) -> Callable[[], object]:
 def measure(
     case: Case, pairs: Sequence[Pair], bandwidth: float, *, reference: bool
 ) -> list[Row]:  # fmt: skip
-    """Every format on one case, and beside them torch's attention and the reference backend."""
+    """Measures every format on one case, torch's attention, and the reference backend."""
     rows: list[Row] = []
     threads = torch.get_num_threads()
     base = 0.0
@@ -183,12 +183,12 @@ def measure(
 
 
 def pairs() -> list[Pair]:
-    """Every format that the backend has, float32 first."""
+    """Returns every format that the backend has, float32 first."""
     return [(dtype, dtype) for dtype in KVDtype if dtype in SERVED]
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For readers; all repetitions are in the JSON."""
+    """Formats a table for readers; all repetitions are in the JSON."""
     lines = [
         "| format | MB | ms | G elements/s a core | of read bandwidth | GFLOP/s | over float32 |"
     ]
@@ -203,7 +203,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def bench(*, reference: bool) -> dict[str, object]:
-    """Measure everything and print tables; what belongs into the JSON."""
+    """Measures everything and prints tables; returns the content of the JSON."""
     start = time.perf_counter()
     CpuBackend()
     start_s = time.perf_counter() - start

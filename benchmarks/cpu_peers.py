@@ -1,8 +1,8 @@
-"""Whole steps on a CPU, Kvant beside its peers: the same tokens, the same threads, turn by turn.
+"""Whole steps on a CPU, Kvant compared with its peers: the same tokens and threads, in turns.
 
 Each part is one run: the contestants take turns, `ROUNDS` times, on every case of the part. Weights of
-equal width meet each other; the KV cache is float32 where nothing else is said, in llama.cpp its own
-default float16.
+equal width are compared. The KV cache is float32 unless a part says otherwise; in llama.cpp it is its
+default, float16.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ LONG_CASE = Case(True, 8, LONG)
 
 
 class Peer(Enum):
-    """By the name of its package."""
+    """A peer, by the name of its package."""
 
     TRANSFORMERS = "transformers"
     LLAMA_CPP = "llama-cpp"
 
 
 class Part(Enum):
-    """What is compared with what."""
+    """A comparison: the contestants and what they store."""
 
     FLOAT32 = "float32-weights"
     INT8 = "int8-weights"
@@ -68,12 +68,12 @@ _FILES = {Part.Q8_0: PeerWeights.Q8_0, Part.Q4_0: PeerWeights.Q4_0}
 _PEER_WEIGHTS = {Part.INT8: PeerWeights.Q8_0, Part.INT4: PeerWeights.Q4_0, **_FILES}
 _CASES = {Part.FLOAT32: SHORT_CASES, Part.CONTEXT: (LONG_CASE,)}
 _RANDOM = {Part.EXPERTS: RandomModel.EXPERTS, Part.HYBRID: RandomModel.HYBRID}
-"""Parts over models that are made for them, in transformers' default dtype and in float32."""
+"""Parts over random models, in transformers' default dtype and in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Which peers run, with how many threads each. python: the interpreter that has llama_cpp."""
+    """The peers to run, with their number of threads. python: an interpreter with llama_cpp."""
 
     wanted: frozenset[Peer]
     threads: int
@@ -81,7 +81,10 @@ class Peers:
 
 
 def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
-    """Every case of a part; versions of the peers that ran. Raises ConfigError for a missing peer."""
+    """Measures every case of a part; also returns versions of the peers.
+
+    Raises ConfigError for a missing peer.
+    """
     versions: dict[str, str] = {}
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -102,7 +105,7 @@ def measure_part(part: Part, peers: Peers) -> tuple[list[Row], dict[str, str]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown, medians over all rounds."""
+    """Formats medians over all rounds as Markdown."""
     lines = [
         "| what | engine | weights | KV | ms | best ms | tokens/s |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
@@ -118,7 +121,7 @@ def table(rows: Sequence[Row]) -> str:
 def _over_random(
     model: RandomModel, peers: Peers, stack: ExitStack, versions: dict[str, str]
 ) -> Iterator[Contestant]:
-    """transformers and Kvant, each in its default dtype and in float32."""
+    """Compares transformers and Kvant, each in its default dtype and in float32."""
     path = save_random(model, Path(stack.enter_context(TemporaryDirectory())))
     for dtype in ("auto", "float32"):
         if Peer.TRANSFORMERS in peers.wanted:

@@ -1,7 +1,7 @@
-"""Kvant's own whole steps on a CPU: weight formats at a short context, KV formats at a long one, and how
-much of a step is Python's.
+"""Kvant's own whole steps on a CPU: weight formats at a short context, KV formats at a long one, and
+Python's share of a step.
 
-At a long context the pages are a copied prompt's: see `benchmarks.peers.filled`.
+At a long context the pages are copies of one prompt's pages: see `benchmarks.peers.filled`.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Row:
 def measure_steps(
     weights: Sequence[Quantization | None], formats: Sequence[KVDtype], *, repeats: int
 ) -> Iterator[Row]:
-    """Every weight format on the short cases and the prompt with float32 KV, and every KV format on the
-    long ones.
+    """Measures every weight format on the short cases and the prompt with float32 KV, and every KV format on
+    the long cases.
     """
     for quantization in weights:
         llm, name = _open(quantization), _name(quantization)
@@ -75,7 +75,10 @@ def measure_steps(
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """mean_log_likelihood: of the tokens of right answers, in nats, each after those before it."""
+    """Quality of one format.
+
+    mean_log_likelihood: of the tokens of right answers, in nats, given earlier ones.
+    """
 
     weights: str
     mean_log_likelihood: float
@@ -85,7 +88,7 @@ class Quality:
 def measure_quality(
     weights: Sequence[Quantization | None], problems: Path, count: int
 ) -> Iterator[Quality]:
-    """Quality over the answers to the first problems of GSM8K, in file order."""
+    """Measures quality over the answers to the first problems of GSM8K, in file order."""
     read = read_texts(problems, ("question",), ("answer",), count=count)
     texts = [(f"{question}\n", answer) for question, answer in read]
     for quantization in weights:
@@ -102,7 +105,7 @@ def measure_quality(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown."""
+    """Formats results as Markdown."""
     lines = [
         "| weights | KV | what | ms | tokens/s | of that Python |",
         "| --- | --- | --- | ---: | ---: | ---: |",

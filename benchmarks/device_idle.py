@@ -1,7 +1,7 @@
-"""How much of the time of steady steps nothing runs on the GPU, seen by torch's profiler.
+"""Share of time in steady steps in which nothing runs on the GPU, from torch's profiler.
 
-Only what runs on the device is recorded, not what Python does. Some steps go first while records are
-already taken and thrown away: a recorded step is slow to launch when the profiler sees it for the
+It records only what runs on the device, not Python. Some steps run first whose records are
+discarded: a CUDA graph launches slowly when the profiler sees it for the
 first time, and the first records of a session may be lost.
 """
 
@@ -17,7 +17,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
 LONG_GAP_US = 10.0
-"""Gaps from here on are told apart: kernels of one recorded step should follow each other sooner."""
+"""Minimum length of a long gap: kernels of one CUDA graph should follow each other sooner."""
 WARM_UP_STEPS = 3
 _LEAST_SEEN = 0.5
 
@@ -27,9 +27,9 @@ class Idle:
     """Idle time over `steps` consecutive steps. The time runs from the begin of the first to the end of
     the last piece of work on the device: kernels, copies and fills of all streams.
 
-    share: of the time, when nothing ran. long_share: the same in gaps of LONG_GAP_US or more.
-    busy_ms: of a step, when something ran. wall_ms: of a step, on the host's clock, until the device
-    was done; with what the profiler costs. num_pieces: of work, in all steps.
+    share: of the time in which nothing ran. long_share: the same for gaps of LONG_GAP_US or more.
+    busy_ms: per step, with work running. wall_ms: per step, on the host's clock, until the device
+    was done, including the profiler's cost. num_pieces: pieces of work in all steps.
     """
 
     steps: int
@@ -43,13 +43,13 @@ class Idle:
 
 @dataclass(frozen=True, slots=True)
 class NotProfiled:
-    """No figure, and why."""
+    """There is no figure; the message says why."""
 
     why: str
 
 
 def find_gaps(intervals: Iterable[tuple[float, float]]) -> list[float]:
-    """Lengths of what lies uncovered between the first begin and the last end of (begin, end), in order
+    """Returns the lengths of gaps between the first begin and the last end of (begin, end), in order
     of time. Intervals may overlap and come in any order.
     """
     gaps: list[float] = []
@@ -64,9 +64,9 @@ def find_gaps(intervals: Iterable[tuple[float, float]]) -> list[float]:
 def measure_idle(
     device: torch.device, step: Callable[[], object], steps: int
 ) -> Idle | NotProfiled:
-    """Run `WARM_UP_STEPS` and then `steps` steps of the device, the latter under the profiler.
+    """Runs `WARM_UP_STEPS` and then `steps` steps of the device, the latter under the profiler.
 
-    What runs later in this process may be slower for it: the profiler stays loaded.
+    Later work in this process may be slower, because the profiler stays loaded.
     """
     if device.type == "cpu":
         return NotProfiled("steps run on the CPU")
@@ -89,9 +89,9 @@ def measure_idle(
 
 
 def work_of(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
-    """Begin and end of what ran on the device, in microseconds, of a profiler's events.
+    """Returns begin and end of work on the device, in microseconds, from a profiler's events.
 
-    The host's calls are left out, and so are names that were given to a stretch of a stream's time.
+    Calls of the host are left out, and so are names given to ranges of a stream's time.
     """
     for event in events:
         if event.device_type != DeviceType.CPU and not event.is_user_annotation:
@@ -99,7 +99,7 @@ def work_of(events: Iterable[Any]) -> Iterator[tuple[float, float]]:
 
 
 def idle_of(work: list[tuple[float, float]], steps: int, wall_ms: float) -> Idle | NotProfiled:
-    """work: (begin, end) in microseconds, of all steps, which took wall_ms together."""
+    """Computes idle time. work: (begin, end) in microseconds, of all steps, which took wall_ms together."""
     if not work:
         return NotProfiled(
             "torch's profiler saw nothing run on the GPU: CUPTI is missing, not allowed, or in use"

@@ -1,7 +1,7 @@
 """Host time of the engine's whole loop, over a device that takes no time.
 
-Every sequence gets a token per step through recorded steps, with one step in flight: from the call of
-`step` until it returns what every request got. There is no text.
+Every sequence gets a token per step from CUDA graphs, with one step in flight. The time runs from the call of
+`step` until it returns every request's tokens. There is no text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Mark:
 
 
 class _Nothing:
-    """A device that finds token 0 in every step at once, and what recording needs of it."""
+    """A device that finds token 0 in every step at once, with the interface that recording needs."""
 
     def forward(self, ids: Tensor, step: Step, index: Tensor) -> Tensor:
         return torch.zeros(len(index), _VOCAB)
@@ -104,7 +104,7 @@ class _Runner:
 
 
 def full_engine(sequences: int) -> Engine:
-    """An engine with this many answering sequences, with contexts of the scheduler's loads."""
+    """Builds an engine with this many answering sequences, with contexts of the scheduler's loads."""
     limits = Limits(sequences, STEP_TOKENS + sequences, MODEL_LEN, PAGE_SIZE)
     pages = sequences * (MODEL_LEN // PAGE_SIZE) + 1
     identity = CacheIdentity("bench", None, "plan")
@@ -120,7 +120,7 @@ def full_engine(sequences: int) -> Engine:
 
 
 def measure_whole(sequences: int, steps: int) -> Whole:
-    """Time steps; the cycle collector is set as in a server's engine process."""
+    """Times steps; the cycle collector is set as in a server's engine process."""
     engine = full_engine(sequences)
     usual = gc.get_threshold()
     search_rarely()

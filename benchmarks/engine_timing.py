@@ -1,7 +1,7 @@
-"""How fast an engine's own steps are: decode steps of some sequences at some context, and prompts.
+"""Times an engine's own steps: decode steps of some sequences at some context, and prompts.
 
 Everything runs in this process through `Engine.step`, greedy, with random tokens that no two requests
-share, so that what is timed is what a request waits for.
+share. So the time is what a request waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WARM_UP_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """decode: `batch` sequences that have `context` tokens each go on by a token a step.
+    """decode: `batch` sequences that have `context` tokens each get one token per step.
     Otherwise prefill: `batch` prompts of `context` tokens, until each has its first token.
     """
 
@@ -38,10 +38,10 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: that each brought.
+    """milliseconds: of each step (decode), or of each whole prompt (prefill). tokens: new tokens in each.
 
-    python_share: of the decode steps' time, what was not spent in compiled code; None where that is
-    not known. idle: of the device in further decode steps, None if not asked for.
+    python_share: of the decode steps' time that was not spent in compiled code; None if
+    unknown. idle: of the device in further decode steps, None if not asked for.
     """
 
     case: Case
@@ -56,14 +56,14 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """At the median: new tokens of decode steps, prompt tokens of prefill."""
+        """Tokens per second at the median: new tokens of decode steps, prompt tokens of prefill."""
         return 1000 * self.tokens / self.median_ms
 
 
 def time_engine(
     engine: Engine, cases: Iterable[Case], *, repeats: int = 20, profiled: int = 0
 ) -> Iterator[Timing]:
-    """Time each case on an engine that has nothing else to do.
+    """Times each case on an engine without other requests.
 
     repeats: decode steps, or a fifth as many prompts. profiled: decode steps after them, for
     `Timing.idle`. The engine must admit the batch and the context (`max_num_seqs`, `max_model_len`,
@@ -79,7 +79,7 @@ def time_engine(
 
 
 def steps_of(repeats: int, profiled: int) -> int:
-    """Decode steps of one case."""
+    """Returns the decode steps of one case."""
     return WARM_UP_STEPS + repeats + (device_idle.WARM_UP_STEPS + profiled if profiled else 0)
 
 

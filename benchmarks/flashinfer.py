@@ -1,9 +1,9 @@
-"""FlashInfer beside Kvant's Triton backend on one GPU, over the same pages, turn by turn.
+"""Compares FlashInfer with Kvant's Triton backend on one GPU, over the same pages, in turns.
 
     python -m benchmarks.flashinfer --out DIRECTORY
 
-Few queries are timed as replays of CUDA graphs, prompts by events around eager calls; FlashInfer's plan,
-made on the host once a step, is timed apart. `difference` holds both to each other: it is no bound.
+Few queries are timed as replays of CUDA graphs, prompts by events around eager calls. FlashInfer's plan,
+made on the host once per step, is timed separately. `difference` compares both results; it is not a bound.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SHAPES = {
 
 
 def wrapper(shape: Shape, table: Tensor, workspace: Tensor) -> tuple[Any, Callable[[], None]]:
-    """FlashInfer's wrapper, and what plans it for this shape."""
+    """Returns FlashInfer's wrapper, and a function that plans it for this shape."""
     pages = [-(-length // PAGE) for length in shape.lengths]
     indptr = torch.tensor([0, *np.cumsum(pages)], dtype=torch.int32)
     last = torch.tensor([(n - 1) % PAGE + 1 for n in shape.lengths], dtype=torch.int32)

@@ -1,8 +1,8 @@
-"""What batch-invariant mode gives and costs: flipped argmaxes outside of it, and tokens/s on and off.
+"""Gain and cost of batch-invariant mode: argmaxes that flip without it, and tokens/s with and without.
 
-A flip: after the same text, read one token a step or eight tokens a step, the likeliest next token is
-another one. Both read the same stored formats; only the shapes of the products differ, and with them
-the rounding, which a quantised cache makes larger.
+A flip: after the same text, read one token per step or eight tokens per step, the most likely next token
+differs. Both read the same stored formats. Only the shapes of the products differ, and with them
+the rounding, which a quantised cache amplifies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Flips:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Decoding: tokens a second of all `batch` requests together, prompts not counted."""
+    """Decoding speed: tokens per second of all `batch` requests together, without prompts."""
 
     format: str
     backend: str
@@ -68,7 +68,7 @@ def count_flips(llm: LLM, format: FormatRequest, token_ids: Sequence[int]) -> Fl
 
 
 def decode_speed(llm: LLM, format: FormatRequest, batch: int, num_tokens: int) -> Speed:
-    """The engine's own loop, greedy, `batch` requests side by side."""
+    """Runs the engine's own loop, greedy, with `batch` requests side by side."""
     plan = plan_storing(llm, format)
     model = runner_of(llm).model
     length = _PROMPT + _WARM_UP + num_tokens + 1

@@ -1,10 +1,10 @@
-"""What a GPU holds while Kvant starts and works: docs/benchmarks/memory.md.
+"""Memory of a GPU while Kvant starts and works: docs/benchmarks/memory.md.
 
     python -m benchmarks.gpu_memory SHAPE [--share 0.9] [--out FILE]
 
 SHAPE: a directory with a config.json; weights are dummies. Prints GiB after each stage: allocated and
-its peak, reserved by the allocator, used on the device, and used outside of the allocator. Pages take
-20 GiB, or with --share what is left of that share of the device.
+its peak, reserved by the allocator, used on the device, and used outside the allocator. Pages take
+20 GiB, or with --share the rest of that share of the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIZES = ((256, 17000), (512, 40000))
 
 
 def say(stage: str) -> float:
-    """GiB that are used on the device now."""
+    """Prints memory after a stage; returns GiB used on the device now."""
     torch.cuda.synchronize()
     facts = torch.cuda.memory_stats()
     free, total = torch.cuda.mem_get_info()
@@ -43,7 +43,7 @@ def say(stage: str) -> float:
 
 
 def load(llm: LLM, requests: int, least: int, most: int, tokens: int, **sampling: float) -> float:
-    """GiB that are used on the device afterwards: the allocator keeps what it had at its peak."""
+    """Loads the model; returns GiB used on the device afterwards, at the allocator's peak."""
     numbers = random.Random(1)
     engine = llm.engine
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=1, **sampling)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""School arithmetic (GSM8K) judges formats: how likely are gold solutions, how many answers are right?
+"""Judges formats by school arithmetic (GSM8K): likelihood of gold solutions, and number of right answers.
 
     python -m benchmarks.gsm8k --shortest --answer-tokens 48 --out docs/benchmarks/smollm2-gsm8k.json
 
 Every format reads the same questions and solutions through its own paged cache. The likelihood is the
-sharper number: a small model answers next to nothing right, in any format.
+sharper number: a small model answers almost nothing right, in any format.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ class Problem:
         return number(self.solution.split("####")[1])
 
     def solved_by(self, text: str) -> bool:
-        """Whether the last number of an answer is the gold one."""
+        """Whether the last number of an answer is that of the gold solution."""
         return number(text) == self.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One format. mean_logprob: of the gold solutions' tokens, in nats. drift: its distance from float32
-    KV, averaged over tokens without regard to sign. right: of the answers that were generated; None if
-    none were. backends: of the layers.
+    """One format's results.
+
+    mean_logprob: of the gold solutions' tokens, in nats. drift: its mean absolute distance from float32 KV
+    over tokens. right: number of right answers; None if none were generated. backends: of the layers.
     """
 
     format: str
@@ -76,19 +77,19 @@ class Judged:
 
 
 def read_problems(path: Path, count: int, *, shortest: bool = False) -> list[Problem]:
-    """The first `count` problems of a file of JSON lines, or those with the shortest texts."""
+    """Returns the first `count` problems of a file of JSON lines, or the ones with the shortest texts."""
     found = read_texts(path, ("question",), ("answer",), count=count, shortest=shortest)
     return [Problem(question, answer) for question, answer in found]
 
 
 def number(text: str) -> str:
-    """The last number of a text, without separators; empty without one."""
+    """Returns the last number of a text, without separators; empty without one."""
     found = _NUMBER.findall(text)
     return found[-1].replace(",", "").removesuffix(".00") if found else ""
 
 
 def all_formats() -> list[FormatRequest]:
-    """float32, then every other format a user can name."""
+    """Returns float32, then every other format a user can name."""
     first = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
     return [first, *(asked for asked in whole_formats() if asked != first)]
 
@@ -96,9 +97,9 @@ def all_formats() -> list[FormatRequest]:
 def solution_logprobs(
     model: LoadedModel, plan: KVPlan, texts: Sequence[tuple[Sequence[int], int]]
 ) -> torch.Tensor:
-    """Log-probability of every token of every solution, in order, float64.
+    """Returns the log-probability of every token of every solution, in order, float64.
 
-    texts: tokens of question and solution, and how many are the question's. Several are read in one step;
+    texts: tokens of question and solution, and the number of the question's. Several are read in one step;
     attention reads what the cache stores, as in generation.
     """
     parts = []
@@ -145,7 +146,7 @@ def judge(
     *,
     answer_tokens: int = 0,
 ) -> list[Judged]:
-    """Judge every format on the model of `llm`; drift is measured from the first one.
+    """Judges every format on the model of `llm`; drift is measured from the first one.
 
     answer_tokens: length of a greedy answer to each question; 0 skips answers.
     """
@@ -180,7 +181,10 @@ def judge(
 
 
 def _num_right(llm: LLM, plan: KVPlan, problems: Sequence[Problem], answer_tokens: int) -> int:
-    """Greedy answers of the model that `llm` has loaded, through pages of this plan, all side by side."""
+    """Generates greedy answers of `llm`'s model through pages of this plan, all side by side.
+
+    Counts right ones.
+    """
     runner = runner_of(llm)
     prompts = [llm.encode(problem.prompt) for problem in problems]
     longest = max(map(len, prompts)) + answer_tokens + 1
@@ -221,7 +225,7 @@ def _groups(
 
 
 def table(rows: Sequence[Judged], count: int) -> str:
-    """As Markdown."""
+    """Formats results as Markdown."""
     lines = [
         "| KV format | B/token | mean log-likelihood | drift a token | right |",
         "| --- | ---: | ---: | ---: | ---: |",

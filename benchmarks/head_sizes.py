@@ -1,4 +1,4 @@
-"""What a format loses on rows of normal numbers, by head size.
+"""Error of each format on rows of normal numbers, by head size.
 
     python -m benchmarks.head_sizes --out head-sizes.json
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.invariance`: what --batch-invariant gives and what it costs."""
+"""`python -m benchmarks.invariance`: gain and cost of --batch-invariant."""
 
 from __future__ import annotations
 

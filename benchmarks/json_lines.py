@@ -1,4 +1,4 @@
-"""Files of JSON lines with texts to measure with: an object a line, such as a question and its answer."""
+"""Files of JSON lines with texts to measure with: one object per line, such as a question and its answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvant.errors import BadValue, WayOut
 def read_texts(
     path: Path, *fields: tuple[str, ...], count: int, shortest: bool = False
 ) -> list[tuple[str, ...]]:
-    """Return one text per field for the first `count` lines, or for the shortest ones.
+    """Returns one text per field for the first `count` lines, or for the shortest ones.
 
-    fields: each a choice of names, of which the first that an object has counts.
-    Raises BadValue where the file is not such a file.
+    fields: for each, alternative names, of which the first that an object has is read.
+    Raises BadValue if the file is not such a file.
     """
     wanted = " and ".join(" or ".join(f"{name!r}" for name in names) for names in fields)
     what = f"it is a file of JSON lines with {wanted} in each"
@@ -40,7 +40,7 @@ def read_texts(
 
 
 def _texts(body: object, fields: tuple[tuple[str, ...], ...]) -> tuple[str, ...]:
-    """ValueError where one is missing, or no text."""
+    """Returns the texts of one object. Raises ValueError if one is missing or not a text."""
     given = body if isinstance(body, dict) else {}
     found = []
     for names in fields:

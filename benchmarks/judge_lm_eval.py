@@ -1,11 +1,11 @@
-"""lm-eval judges a running `kvant serve`: how likely GSM8K's gold solutions are, and its own answers.
+"""Judges a running `kvant serve` with lm-eval: likelihood of GSM8K's gold solutions, and answers.
 
     python3 -m venv /tmp/lm-eval && /tmp/lm-eval/bin/pip install "lm-eval[api]==0.4.13" transformers
     .venv/bin/python -m benchmarks.judge_lm_eval --lm-eval /tmp/lm-eval/bin/lm_eval
 
-lm-eval lives in an environment of its own. It tokenises the prompts itself, sends token ids with
-`echo` and `logprobs`, and knows nothing of Kvant. Beside its number stands the one that Kvant computes
-in process; the two agree, or the exit code is 1.
+lm-eval runs in a separate environment. It tokenises the prompts itself, sends token ids with
+`echo` and `logprobs`, and knows nothing of Kvant. Its number is printed with the one that Kvant computes
+in process; the exit code is 1 unless the two agree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL_LEN = 2048
 def run_lm_eval(
     command: Path, port: int, model: str, tokenizer: Path, count: int, tasks: tuple[str, ...]
 ) -> dict[tuple[str, str], float]:
-    """lm-eval's metrics by task and name, over the first `count` problems."""
+    """Returns lm-eval's metrics by task and name, over the first `count` problems."""
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         problems = work / "problems.jsonl"

@@ -1,12 +1,12 @@
-"""Ways to store 4 bits and fewer, simulated over Kvant's own codecs: which ones pay, and at which length?
+"""Simulates ways to store 4 bits and fewer over Kvant's own codecs: which ones pay, and at which length?
 
     python -m benchmarks.kv_quality --context 1024 --out docs/benchmarks/kv-methods.json
 
-A backend in plain torch keeps each row as it is and as a codec gives it back. A query reads the wide form
+A backend in plain torch keeps each row unrounded and as a codec returns it. A query reads the wide form
 of the first `sink` tokens and of the last `recent` tokens before it, and the stored form of the others.
-Keys rounded with error feedback take their matrices from other text. Positions that count are the second
-half of each window; KL divergence is from the model's own dtype, in nats. A context of 8,192 tokens keeps
-0.8 GB of SmolLM2's rows.
+The matrices for error feedback of keys come from other text. Only the second half of each window
+is evaluated; KL divergence is from the model's own dtype, in nats. A context of 8,192 tokens needs
+0.8 GB for SmolLM2's rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LESSON_WINDOWS = 8
 LESSON_CONTEXT = 1024
 
 Stored = Callable[[Tensor, Tensor | None], Tensor]
-"""Rows [tokens, heads, head_dim] and a layer's feedback matrices to rows of the same shape."""
+"""Rounds rows [tokens, heads, head_dim] with a layer's feedback matrices; returns the same shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Way:
     recent: int = 0
 
     def bits_at(self, tokens: int, wide: int) -> float:
-        """Mean bits of a value over a sequence of this length; wide: bits of a value that is kept wide."""
+        """Returns mean bits per value over a sequence of this length; wide: bits of a wide value."""
         kept = min(tokens, self.sink + self.recent)
         return (kept * wide + (tokens - kept) * self.bits) / tokens
 
@@ -76,7 +76,7 @@ def as_stored(dtype: KVDtype, *, fed: bool = False) -> Stored:
 
 
 def steps(bits: int, *, fed: bool = False) -> Stored:
-    """Rotated rows in 2^bits steps, with a scale of 16 bits and a minimum of 16 per row."""
+    """Rounds rotated rows to 2^bits steps, with a scale of 16 bits and a minimum of 16 per row."""
 
     def stored(x: Tensor, matrices: Tensor | None) -> Tensor:
         y = rotate(x.float())
@@ -124,7 +124,7 @@ def ways() -> dict[str, Way]:
 
 
 class Rows:
-    """What one layer has stored: wide and narrow rows, [tokens, heads, head_dim]."""
+    """The rows that one layer has stored: wide and narrow, [tokens, heads, head_dim]."""
 
     def __init__(self) -> None:
         self.wide: list[tuple[Tensor, Tensor]] = []
@@ -132,7 +132,7 @@ class Rows:
 
 
 class Simulated:
-    """`AttentionBackend` for one text; pages are not used."""
+    """`AttentionBackend` for one text; it uses no pages."""
 
     name = "simulated"
 
@@ -173,7 +173,7 @@ class Simulated:
 
 
 def look(model: LoadedModel, plan: KVPlan, lesson: Tensor, longest: int) -> Seen:
-    """Read windows [n, context] at positions spread over the model's range."""
+    """Reads windows [n, context] at positions spread over the model's range."""
     from kvant.attention.backends import load_backends
 
     seen = nothing_seen(plan)
@@ -189,7 +189,7 @@ def look(model: LoadedModel, plan: KVPlan, lesson: Tensor, longest: int) -> Seen
 def compare(
     model: LoadedModel, plan: KVPlan, way: Way, matrices: Mapping[int, Tensor], ids: Tensor
 ) -> Distances:
-    """One window [1, context] beside the model's own dtype, over the positions that count.
+    """Compares one window [1, context] with the model's own dtype, over the evaluated positions.
 
     Both read piece by piece, so that no logits of a whole window are kept.
     """

@@ -1,4 +1,4 @@
-"""Kvant's figures of KL divergence beside llama.cpp's, from the same logits.
+"""Compares Kvant's figures of KL divergence with llama.cpp's, from the same logits.
 
     python -m benchmarks.llama_cpp_kl MODEL.gguf --llama-perplexity build/bin/llama-perplexity --out FILE
 
@@ -6,8 +6,8 @@
 `--kl-divergence` finds. It also saves the log-probabilities of each run. `kvant.measure.quality` computes its
 figures from these files.
 
-A file holds 16 bits for each log-probability, and nothing about tokens less likely than e^-16 times the most
-likely one. llama.cpp's sum stops at e^-16. Kvant's sum counts all tokens; here it has to stop there too.
+A file holds 16 bits for each log-probability, and no exact values for tokens less likely than e^-16 times the
+most likely one. llama.cpp's sum leaves these out. Kvant's sum counts all tokens; here it leaves them out too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvant.measure.facts import command_line, measurement_facts
 from kvant.measure.quality.kl_statistics import Distances, distances, join, statistics_of
 
 LEAST = -16.0
-"""Log-probabilities of the baseline that llama.cpp leaves out of its sum: those up to this."""
+"""llama.cpp leaves tokens out of its sum whose baseline log-probability is at most this."""
 
 _ABSENT = -1e4  # stands for minus infinity, which would turn 0 x infinity into NaN
 _PRINTED = {
@@ -49,7 +49,7 @@ _PRINTED = {
     "same_top": r"Same top p: +(\S+)",
     "same_top_error": r"Same top p: +\S+ ± +(\S+)",
 }
-"""Where llama.cpp prints a figure. The last two are percentages."""
+"""Texts after which llama.cpp prints a figure. The last two are percentages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Window:
 
 
 def read_saved(path: Path) -> Iterator[Window]:
-    """Windows of a file that `llama-perplexity --kl-divergence-base` wrote, one at a time.
+    """Yields windows of a file that `llama-perplexity --kl-divergence-base` wrote.
 
-    The file: "_logits_", n_ctx, n_vocab, n_chunk and all tokens in 32 bits each. Then a row for each of the
-    positions n_ctx / 2 to n_ctx - 2: a step and a least value in float32, and a 16-bit multiple of the step
-    for each token, to an even number of them. BadValue for another file.
+    The file: "_logits_", n_ctx, n_vocab, n_chunk and all tokens in 32 bits each. Then one row for each of the
+    positions n_ctx / 2 to n_ctx - 2: a step and a minimum in float32, and a 16-bit multiple of the step
+    for each token, padded to an even number. Raises BadValue for another file.
     """
     with path.open("rb") as file:
         if file.read(8) != b"_logits_":
@@ -83,7 +83,7 @@ def read_saved(path: Path) -> Iterator[Window]:
 
 
 def compare_saved(base: Path, other: Path) -> Distances:
-    """Kvant's distances of two files over the same text, of the tokens that llama.cpp sums over."""
+    """Returns Kvant's distances of two files over the same text, for the tokens that llama.cpp sums."""
     parts = []
     for a, b in zip(read_saved(base), read_saved(other), strict=True):
         if not np.array_equal(a.next_ids, b.next_ids):
@@ -98,10 +98,11 @@ def compare_saved(base: Path, other: Path) -> Distances:
 def _with_the_rest(
     a: Window, b: Window
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.float64]]:
-    """Log-probabilities of both with one token more, which has the probability of all that are left out.
+    """Adds a token to the log-probabilities of both, with the probability of all left-out tokens.
 
     Without it, Kvant's softmax would spread that probability over the others. The third result is what this
-    token adds to the KL divergence of each position. It is mostly rounding, and llama.cpp has no such part.
+    token adds to the KL divergence of each position. It is mostly rounding error, and llama.cpp leaves it
+    out.
     """
     counted = a.log_probs > LEAST
     np.put_along_axis(counted, a.next_ids[:, None], True, axis=1)
@@ -116,7 +117,10 @@ def _with_the_rest(
 
 
 def printed_figures(log: str) -> dict[str, float]:
-    """What llama.cpp printed, by the names of `Statistics`. BadValue if a figure is missing."""
+    """Returns what llama.cpp printed, by the names of `Statistics`.
+
+    Raises BadValue if a figure is missing.
+    """
     found = {}
     for name, pattern in _PRINTED.items():
         match = re.search(pattern, log)

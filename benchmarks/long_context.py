@@ -1,4 +1,4 @@
-"""Long contexts without running them: random numbers in the place of prompts' keys and values.
+"""Long contexts without running them: random numbers replace prompts' keys and values.
 
 For timings of decoding over long contexts, whose prompts would take most of the time.
 """
@@ -20,7 +20,7 @@ _ROWS = 1 << 16
 
 
 def fill(pools: Iterable[KVPool]) -> None:
-    """Write normally distributed keys and values into every slot, through the pool's own writers."""
+    """Writes normally distributed keys and values into every slot, through the pool's own writers."""
     for pool in pools:
         backends = load_backends(pool.plan)
         slots = torch.arange(pool.num_pages * pool.plan.page_size, device=pool.device)
@@ -42,9 +42,9 @@ def fill(pools: Iterable[KVPool]) -> None:
 
 
 def remember(engine: Engine) -> None:
-    """Let the full pages of every waiting prompt be found in the prefix cache, as if they had run.
+    """Puts the full pages of every waiting prompt into the prefix cache, as if the prompts had run.
 
-    BadValue where the pool is too small for them.
+    Raises BadValue if the pool is too small for them.
     """
     assert engine.limits.prefix_caching
     allocator, page_size = engine.scheduler.allocator.groups[0], engine.limits.page_size

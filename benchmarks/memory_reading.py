@@ -1,4 +1,4 @@
-"""Measure how fast this machine reads memory, which limits every decode step."""
+"""Measures how fast this machine reads memory, which limits every decode step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AHEAD = 8192  # bytes
 
 @intrinsic
 def _read(typing: Any, address: Any, blocks: Any) -> Any:
-    """Or of `blocks` runs of 512 bytes."""
+    """Reads one chunk, contiguous or as `blocks` runs of 512 bytes."""
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         address, blocks = arguments
@@ -59,7 +59,7 @@ def _read(typing: Any, address: Any, blocks: Any) -> Any:
 
 
 def _work(task: int, _: int) -> None:
-    """task: next chunk, address, chunks, somewhere for the result."""
+    """Reads chunks. task: next chunk, address, number of chunks, an address for the result."""
     address, chunks = load_i64(task + 8), load_i64(task + 16)
     while True:
         i = fetch_add(task, 1)
@@ -85,7 +85,7 @@ def _functions() -> tuple[Any, Any]:
 
 
 def read_everything(x: Tensor) -> None:
-    """Read a contiguous tensor once, in chunks dealt out to torch's threads."""
+    """Reads a contiguous tensor once, in chunks distributed to torch's threads."""
     worker, run = _functions()
     task = torch.tensor([0, x.data_ptr(), x.numel() * x.element_size() // _CHUNK, 0])
     run(task.data_ptr(), worker.address, parallel_address(), torch.get_num_threads())

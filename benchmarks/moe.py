@@ -1,4 +1,4 @@
-"""`python -m benchmarks.moe`: layers of experts on a GPU, part by part, beside torch's grouped product."""
+"""`python -m benchmarks.moe`: layers of experts on a GPU, in parts, and torch's grouped product."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvant.measure.facts import command_line, measurement_facts
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """experts, and how many a token has; width of the model, of an expert; layers that are timed."""
+    """experts: their number, and per token; width of the model and of an expert; number of timed layers."""
 
     experts: int
     top_k: int
@@ -87,7 +87,7 @@ class _Bench:
         ]  # fmt: skip
 
     def time(self, run: Callable[[int], object]) -> float:
-        """Microseconds of run(layer), over all layers in turn."""
+        """Returns microseconds of run(layer), over all layers in turn."""
         from kvant.measure.gpu_time import captured, replay_us
 
         turn = cycle(range(len(self.layers)))
@@ -96,7 +96,7 @@ class _Bench:
         return median(replay_us(graph) / inner for _ in range(5))
 
     def rows(self, tokens: int, *, sweep: bool) -> list[dict[str, Any]]:
-        """Time every kernel for this number of tokens, and print a line for each."""
+        """Times every kernel for this number of tokens, and prints a line for each."""
         import torch
 
         from kvant.models.fused.triton_experts import MOST_FEW
@@ -197,7 +197,7 @@ class _Bench:
         return found
 
     def _torch(self, x: Any, choice: Any, layer: Any) -> Any:
-        """Both products by torch's grouped one, with its sort, activation and sum."""
+        """Computes both products with torch's grouped product, including sort, activation and sum."""
         import torch
         from torch.nn import functional as F
 
@@ -213,7 +213,7 @@ class _Bench:
         return parts.view(len(x), self.shape.top_k, -1).sum(1)
 
     def _expected(self, x: Any, choice: Any, layer: Any) -> tuple[Any, list[int]]:
-        """The definition in float64 for some rows."""
+        """Computes the definition in float64 for some rows."""
         import torch
         from torch.nn import functional as F
 

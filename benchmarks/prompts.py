@@ -1,11 +1,11 @@
-"""Times attention of prompts on a GPU: what every format costs by decoding, and what fp8 products save.
+"""Times attention of prompts on a GPU: the cost of decoding each format, and the gain of fp8 products.
 
     python -m benchmarks.prompts --out result.json
 
-Calls are launched as the engine launches steps with long prompts, which are not recorded, over pages in
-random order. A repetition is a group of calls of about 0.2 s, behind some that are not counted: products
-of this size run at the clock that power allows, which a few calls would not show. All that read one case
-take turns.
+Calls are launched as the engine launches steps with long prompts, without CUDA graphs, over pages in
+random order. A repetition is a group of calls of about 0.2 s after some uncounted ones: products
+of this size run at a clock that the power limit sets, which a few calls would not show. All contestants
+for one case take turns.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _ALL = READ[TRITON]
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """`count` sequences of `new` query tokens each, behind `before` stored ones.
+    """`count` sequences of `new` query tokens each, after `before` stored ones.
 
-    formats: those timed unless others are asked for; what the rest cost by decoding is seen elsewhere.
+    formats: the formats to time by default; other cases show the decoding cost of the others.
     """
 
     count: int
@@ -78,7 +78,7 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """us: of a call, every repetition."""
+    """Times of one contestant. us: per call, every repetition."""
 
     case: str
     backend: BackendInfo
@@ -89,8 +89,10 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result. us: of a call, every repetition. over_bfloat16: the time of Triton's
-    backend over bfloat16 by this one; over_triton: over the same format. None: not measured, or itself.
+    """One line of the result. us: per call, every repetition.
+
+    over_bfloat16: the time of Triton's backend over bfloat16 divided by this one; over_triton: over the same
+    format. None: not measured, or itself.
     """
 
     case: str
@@ -104,7 +106,7 @@ class Row:
 
 
 def flop(case: Case) -> int:
-    """Multiplications and additions of both products, for pairs of query and key that see each other."""
+    """Returns multiplications and additions of both products, for queries and keys that see each other."""
     assert case.window is None
     n = case.queries
     seen = sum(
@@ -114,7 +116,7 @@ def flop(case: Case) -> int:
 
 
 def group_us(call: Callable[[], object], one_us: float) -> float:
-    """Microseconds per call, from a group of calls. one_us: estimate for one call."""
+    """Returns microseconds per call, from a group of calls. one_us: estimate for one call."""
     lead, count = (max(1, round(us / one_us)) for us in (LEAD_US, GROUP_US))
     for _ in range(lead):
         call()  # the first of the group is launched while these run
@@ -132,7 +134,7 @@ def measure(
     backends: Mapping[BackendInfo, AttentionBackend],
     device: torch.device,
 ) -> list[Timed]:
-    """Everything asked for that reads this case, in turn."""
+    """Measures all contestants for this case, in turn."""
     calls: list[tuple[Timed, Callable[[], Tensor], float]] = []
     for dtype in formats:
         case = PROMPTS[name].case(dtype)
@@ -153,7 +155,7 @@ def measure(
 
 
 def rows(timed: Sequence[Timed]) -> list[Row]:
-    """Medians, beside what Triton's backend took for the same prompts."""
+    """Returns medians, and their ratios to Triton's backend for the same prompts."""
     medians = {(t.case, t.backend, t.dtype): statistics.median(t.us) for t in timed}
     found = []
     for t in timed:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.replay`: what speculation is worth with random weights and replayed acceptance."""
+"""`python -m benchmarks.replay`: speculation with random weights and replayed acceptance."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def replay(
     ] = False,
     out: OutFile = None,
 ) -> None:
-    """Tokens a second of steady decoding with drafts that stand as often as --mean says, and without.
+    """Tokens per second of steady decoding, with drafts accepted as often as --mean says, and without.
 
-    Drafter and verifier do all their work; which drafts stand is drawn beforehand. For models of
-    random weights (--load-format dummy), whose drafts would never stand.
+    Drafter and verifier do all their work; accepted drafts are drawn beforehand. For models with
+    random weights (--load-format dummy), whose drafts would never be accepted.
     """
     from benchmarks.replay_rounds import Load, measure, table
     from kvant.measure.facts import command_line, measurement_facts

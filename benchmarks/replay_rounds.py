@@ -1,8 +1,8 @@
 """Steady decoding with and without drafts, with replayed acceptance: see `benchmarks.replayed`.
 
-All requests answer at once. The clock starts when each has its first tokens and
-the ways of stepping have been tried, to the first that ends. Plain decoding and decoding with drafts take
-turns in one process, each on an engine of its own.
+All requests answer at once. The clock starts when each has its first tokens and every way of stepping has
+run, and stops when the first request ends. Plain decoding and decoding with drafts take
+turns in one process, each on a separate engine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from kvant.sampling.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """requests at once, each with input tokens before it. warm_up: tokens of each before the clock
-    starts. output: tokens of each after that, at least.
+    """requests at once, each with input tokens. warm_up: tokens of each before the clock
+    starts. output: minimum tokens of each after that.
     """
 
     requests: int
@@ -41,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One repeat. new: tokens of all requests in `seconds`. steps: their number."""
+    """One repeat. new: new tokens of all requests in `seconds`. steps: their number."""
 
     seconds: float
     new: int
@@ -84,7 +84,7 @@ def measure(
     plain: bool,
     written: bool,
 ) -> Iterator[Found]:
-    """Each format on engines of its own. plain: plain decoding, too, in turn. written: prompts are
+    """Measures each format on separate engines. plain: also plain decoding, in turn. written: prompts are
     not run but written, see `benchmarks.long_context`.
     """
     for name in formats:
@@ -114,7 +114,7 @@ def _measure(
     adaptive: bool,
     written: bool,
 ) -> Iterator[Found]:
-    """Measure one format. Its engines are freed at the end."""
+    """Measures one format. Its engines are freed at the end."""
     llms = []
     for config in configs:
         start = time.perf_counter()
@@ -146,7 +146,7 @@ def _measure(
 
 
 def _run(llm: LLM, load: Load, *, seed: int, written: bool) -> Timed:
-    """Run requests without an end; cancel them when enough is known."""
+    """Runs requests without an end; cancels them when enough is measured."""
     engine = llm.engine
     numbers = random.Random(seed)
     limit = engine.limits.max_model_len - load.input
@@ -171,7 +171,7 @@ def _run(llm: LLM, load: Load, *, seed: int, written: bool) -> Timed:
 
 
 def _step_until(llm: LLM, counts: dict[int, int], least: int) -> None:
-    """Step until each request has `least` tokens. DoesNotFit if one has to end before."""
+    """Steps until each request has `least` tokens. Raises DoesNotFit if one would have to end before."""
     while min(counts.values()) < least:
         for piece in llm.engine.step():
             if piece.result is not None:
@@ -189,7 +189,7 @@ def _pools(llm: LLM) -> list[KVPool]:
 
 
 def table(found: Sequence[Found]) -> str:
-    """As Markdown; medians."""
+    """Formats medians as Markdown."""
     lines = [
         "| KV cache | requests | context | drafts | tok/s | over plain | tokens a step | repeats, tok/s |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,12 +1,12 @@
-"""A drafter whose drafts stand as often as is wished, to time speculation without trained weights.
+"""A drafter whose drafts are accepted with a given frequency, to time speculation without trained weights.
 
-Drafter and verifier do all of their work; only which drafts stand is written down beforehand: a long list
-of counts, drawn once, from which every sequence reads at its own places. The target's logits are changed
-so that its likeliest token is the draft, or is not. So answers mean nothing, and everything behind the
-logits, acceptance on the device included, runs as always.
+Drafter and verifier do all of their work; only the accepted drafts are fixed beforehand, by a long list
+of counts, drawn once, which every sequence reads at different places. The target's logits are changed
+so that the most likely token is the draft, or is not. So answers mean nothing, and everything after the
+logits, acceptance on the device included, runs as usual.
 
-Counts are drawn as if each draft stood with the same probability once those before it do, the one that
-gives the mean. `"method": "benchmarks.replayed:REPLAY"` in a speculative configuration.
+Counts are drawn as if each draft were accepted with the same probability once its predecessors are: the
+probability that gives the mean. Use `"method": "benchmarks.replayed:REPLAY"` in a speculative configuration.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ REPLAY = Method(
     has_model=True,
     options={"hundredths_of_mean": 640, "seed": 1},
 )
-"""hundredths_of_mean: tokens of a sequence in one step on average, the target's own included, with as
-many drafts as a block has, in hundredths.
+"""hundredths_of_mean: hundred times the mean tokens per sequence and step, with a full block of drafts.
+
+They include the target's own token.
 """
 
 _ENTRIES = 1 << 16
 
 
 def stand_probability(mean: float, most: int) -> float:
-    """With which a draft stands, so that of `most` drafts and the target's own token `mean` are new."""
+    """Returns the acceptance probability with which `most` drafts give `mean` new tokens per step."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -49,7 +50,7 @@ def stand_probability(mean: float, most: int) -> float:
 
 
 def accepted_counts(mean: float, most: int, seed: int) -> NDArray[np.int64]:
-    """How many of `most` drafts stand, [65536] int64."""
+    """Returns how many of `most` drafts are accepted, [65536] int64."""
     probability = stand_probability(mean, most)
     stands = np.random.default_rng(seed).random((_ENTRIES, most)) < probability
     counts: NDArray[np.int64] = np.cumprod(stands, axis=1).sum(axis=1)
@@ -57,7 +58,7 @@ def accepted_counts(mean: float, most: int, seed: int) -> NDArray[np.int64]:
 
 
 def build(setting: Setting) -> Proposer:
-    """The DFlash proposer, beside a target that goes by the list from now on."""
+    """Builds the DFlash proposer, and makes the target follow the list from now on."""
     assert setting.draft is not None
     most = setting.draft.facts.block_size - 1
     mean = setting.options["hundredths_of_mean"] / 100
@@ -79,7 +80,10 @@ def build(setting: Setting) -> Proposer:
 
 
 def decide(logits: Tensor, input_ids: Tensor, step: Step, entries: Tensor) -> None:
-    """Make the draft behind every row its likeliest token, or another one. logits: changed, [T, vocab]."""
+    """Makes the draft after every row its most likely token, or another token.
+
+    logits: changed, [T, vocab].
+    """
     rows = torch.arange(len(input_ids), device=input_ids.device)
     cu_seqlens = step.cu_seqlens_q.to(torch.int64)
     owners = torch.searchsorted(cu_seqlens[1:], rows, right=True).clamp_(max=len(cu_seqlens) - 2)

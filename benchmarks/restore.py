@@ -1,4 +1,4 @@
-"""`python -m benchmarks.restore`: a long prompt computed, and the same prompt from host memory."""
+"""`python -m benchmarks.restore`: a long prompt, computed and restored from host memory."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _prompt(number: int, count: int) -> list[int]:
 
 
 def _first_token(engine: Engine, prompt: list[int]) -> float:
-    """Seconds from the arrival of a request to its token."""
+    """Returns seconds from the arrival of a request to its first token."""
     from kvant.sampling.sampling_params import SamplingParams
 
     started = time.perf_counter()
@@ -108,9 +108,9 @@ def _settle(engine: Engine) -> float:
 
 
 def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str, object]:
-    """Seconds between the tokens of running answers, with and without restores beside them.
+    """Returns seconds between the tokens of running answers, with and without restores at the same time.
 
-    slowest: the longest ones beside restores, each with its step since the request's arrival.
+    slowest: the longest ones during restores, each with its step since the request's arrival.
     slowest_of_each: of each restore, and of each request whose pages the device still had.
     """
     from kvant.sampling.sampling_params import SamplingParams
@@ -174,7 +174,7 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 
 
 def _bus() -> float | None:
-    """Bytes per second of large copies from locked host memory to the GPU; None without one."""
+    """Returns bytes per second of large copies from pinned host memory to the GPU; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.scheduler`: what a step costs beside the model, here and now."""
+"""`python -m benchmarks.scheduler`: the cost of a step without the model, on this machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What a step costs beside the model: choosing who runs, building the batch, noting what was run.
+"""Cost of a step without the model: scheduling, building the batch, recording what was run.
 
-Every sequence answers a token a step. In the mixed load a few end in every step and as many new ones
-with prompts of their own come in, so that steps hold decodes and prefills. No model: tokens are made up.
+Every sequence gets one token per step. In the mixed load a few sequences end in every step and as many new
+ones with different prompts arrive, so that steps hold decodes and prefills. Without a model, tokens are
+made up.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds a step, medians over the steps; the parts are of the median's own kind.
+    """Microseconds per step: medians over the steps of the whole and of each part.
 
-    tokens: of a step, on average. p99_us: of the whole.
+    tokens: per step, on average. p99_us: of the whole.
     """
 
     load: str
@@ -63,7 +64,7 @@ class Load:
             self.step()
 
     def step(self) -> tuple[float, float, float, int]:
-        """Seconds to schedule, to build and to advance, and the tokens of the step."""
+        """Returns seconds to schedule, to build and to advance, and the tokens of the step."""
         clock = time.perf_counter
         begin = clock()
         schedule = self.scheduler.schedule()
@@ -84,7 +85,10 @@ class Load:
         return scheduled - begin, built - scheduled, ended - began, len(batch.input_ids)
 
     def turn_over(self) -> float:
-        """End some sequences at random places, as many arrive; seconds that it took to end them."""
+        """Ends some sequences at random places and submits as many.
+
+        Returns the seconds that ending them took.
+        """
         taken = 0.0
         for ending in self._random.sample(self.scheduler.sequences(), self._turnover):
             begin = time.perf_counter()
@@ -103,7 +107,7 @@ class Load:
 
 
 def measure(load: str, sequences: int, steps: int) -> Row:
-    """One line of the table; loads are "decode" and "mixed"."""
+    """Measures one line of the table; loads are "decode" and "mixed"."""
     turnover = -(-sequences // MIXED_TURNOVER) if load == "mixed" else 0
     running = Load(sequences, turnover)
     for _ in range(3):
@@ -136,7 +140,7 @@ def measure(load: str, sequences: int, steps: int) -> Row:
 
 
 def run(sizes: tuple[int, ...], steps: int) -> Iterator[Row]:
-    """Every size under both loads."""
+    """Measures every size under both loads."""
     for load in ("decode", "mixed"):
         for sequences in sizes:
             yield measure(load, sequences, steps)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.spec`: what speculation is worth on this machine."""
+"""`python -m benchmarks.spec`: the gain of speculation on this machine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What speculation is worth: the same prompts with and without drafts, turn by turn in one run.
+"""Gain of speculation: the same prompts with and without drafts, in turns in one run.
 
-Both engines stay loaded; each prompt is answered by one and then by the other, the order changing from
+Both engines stay loaded. Each prompt is answered by one and then by the other, in an order that changes from
 prompt to prompt, so that a machine that slows down slows both. Times are those of decoding: from the
 first token of an answer to its last.
 """
@@ -25,7 +25,7 @@ from kvant.speculative.counts import SpeculationStats
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Tokens after the first, and the seconds they took, over all prompts."""
+    """Tokens after the first, and their seconds, over all prompts."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -40,9 +40,9 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One pair of formats. target, draft: what their layers store; draft "-" where nothing is.
+    """One pair of formats. target, draft: what their layers store; draft "-" if there is none.
 
-    same_answers: of num_prompts, how many answers were the same tokens both ways.
+    same_answers: of num_prompts, how many answers had the same tokens with and without drafts.
     """
 
     target: str
@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def accepted(self) -> tuple[float, ...]:
-        """By position, the share of drafted steps in which that draft stood."""
+        """Returns, by position, the share of drafted steps in which that draft was accepted."""
         steps = max(1, self.stats.num_drafts)
         return tuple(count / steps for count in self.stats.accepted_per_position)
 
@@ -85,14 +85,14 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class FormatPair:
-    """Formats asked for target and draft; None for what would be decided without a request."""
+    """Formats requested for target and draft; None for the default."""
 
     target: Asked | None = None
     draft: Asked | None = None
 
 
 def parse_pair(text: str, *, asked_by: str) -> FormatPair:
-    """`TARGET:DRAFT`, each a KV format as in --kv-cache-dtype."""
+    """Parses `TARGET:DRAFT`, each a KV format as in --kv-cache-dtype."""
     target, colon, draft = text.partition(":")
     if not colon:
         raise BadValue(
@@ -106,7 +106,7 @@ def _asked(name: str, by: str) -> Asked:
 
 
 def read_prompts(path: Path, count: int) -> list[str]:
-    """The first `count` prompts of a file of JSON lines with a `question` or a `prompt`."""
+    """Returns the first `count` prompts of a file of JSON lines with a `question` or a `prompt`."""
     return [prompt for (prompt,) in read_texts(path, ("question", "prompt"), count=count)]
 
 
@@ -117,7 +117,7 @@ def compare(
     prompts: Sequence[Prompt],
     max_tokens: int,
 ) -> Iterator[Compared]:
-    """Each pair of formats in turn: both engines, every prompt by both.
+    """Runs each pair of formats in turn: both engines, every prompt by both.
 
     A prompt is a user's message, or token ids.
     """
@@ -190,7 +190,7 @@ def _answer(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> tuple[li
 
 
 def table(rows: Sequence[Compared]) -> str:
-    """As Markdown."""
+    """Formats results as Markdown."""
     positions = max((len(row.accepted) for row in rows), default=0)
     heads = [f"{place}." for place in range(1, positions + 1)]
     lines = [

@@ -1,8 +1,8 @@
-"""Decode steps of many long sequences: what a format of the KV cache is worth where its bytes decide.
+"""Decode steps of many long sequences, whose speed depends on the bytes of the KV format.
 
-Prompts are not computed: one short prompt is, and its pages are copied over all others, so that steps read
-real keys and values from everywhere. Then every sequence goes on by a token a step, through the engine's own
-loop, with CUDA graphs where there is a GPU.
+Prompts are not computed, except for one short prompt, whose pages are copied over all others, so that steps
+read real keys and values everywhere. Then every sequence gets one token per step, through the engine's own
+loop, with CUDA graphs on a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ from kvant.plan.resolution import resolve_again
 
 _STEP_TOKENS = 65536
 _WARM_UP_TOKENS = 64
-"""Prompts are never run beyond this: larger shapes need not be prepared."""
+"""Maximum length of prompts that run: larger shapes need not be prepared."""
 _MARGIN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """stored: as it was asked. bytes_per_token: of all layers. backends: of the layers, each once."""
+    """stored: the format as asked.
+
+    bytes_per_token: of all layers. backends: of the layers, without repetition.
+    """
 
     stored: str
     bytes_per_token: int
@@ -41,7 +44,7 @@ class Steady:
 
 
 def parse_stored(text: str) -> KVRequest:
-    """`fp8`, or with rules behind it: `fp8;0-17:bfloat16`. ConfigError for anything else."""
+    """Parses `fp8`, or a format with rules: `fp8;0-17:bfloat16`. Raises ConfigError for anything else."""
     name, *rules = text.split(";")
     asked_by = f"--kv-format {text}"
     found = KVRequest(explicit=(Asked(parse_format(name, asked_by=asked_by), asked_by),))
@@ -53,9 +56,9 @@ def parse_stored(text: str) -> KVRequest:
 def steady_decode(
     llm: LLM, stored: Sequence[str], *, batch: int, context: int, steps: int, profiled: int = 0
 ) -> Iterator[Steady]:
-    """Each format on a pool of its own over the weights of `llm`.
+    """Measures each format on a separate pool over the weights of `llm`.
 
-    profiled: steps after the timed ones, see `measure_idle`. BadValue for sequences that would be
+    profiled: steps after the timed ones, see `measure_idle`. Raises BadValue for sequences that would be
     longer than the model's positions reach.
     """
     # Sequences that are admitted first advance one token per step while others are admitted.
@@ -103,7 +106,7 @@ def _engine(llm: LLM, asked: KVRequest, batch: int, tokens: int) -> tuple[Engine
 
 
 def table(found: Sequence[Steady]) -> str:
-    """Markdown; the first format is what the others are compared with."""
+    """Formats Markdown; others are compared with the first format."""
     lines = [
         "| KV cache | backend | bytes a token | ms a step, median | tokens/s | times as fast |",
         "|---|---|---|---|---|---|",

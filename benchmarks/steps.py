@@ -1,4 +1,4 @@
-"""`python -m benchmarks.steps`: what a whole step costs on this CPU, by weight format and KV format."""
+"""`python -m benchmarks.steps`: the cost of a whole step on this CPU, by weight format and KV format."""
 
 from __future__ import annotations
 

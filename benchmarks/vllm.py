@@ -2,8 +2,8 @@
 
     python -m benchmarks.vllm SHAPE --kv-cache-dtype auto|fp8 --load 32x128/256 .. --out FILE
 
-SHAPE: a directory with a config.json; weights are random. Runs where vLLM is installed and needs
-nothing of Kvant. All is vLLM's default but what makes the two comparable: no prefix cache, greedy,
+SHAPE: a directory with a config.json; weights are random. Runs where vLLM is installed and does not import
+Kvant. Everything is vLLM's default, except for what makes the two comparable: no prefix cache, greedy,
 answers exactly as long as asked, and the share of the GPU's memory.
 """
 
@@ -96,7 +96,7 @@ def _parse(load: str) -> tuple[int, int, int]:
 def _run(
     llm: Any, requests: int, input_tokens: int, output_tokens: int, vocabulary: int, *, seed: int
 ) -> float:
-    """Seconds for all requests, given at once."""
+    """Returns seconds for all requests, submitted at once."""
     from vllm import SamplingParams
 
     numbers = random.Random(seed)

@@ -3,7 +3,7 @@
 python -m benchmarks.weight_products [--out FILE] [--seconds N] [--rows 1,32]
 
 For each shape of Qwen3-8B, each format and several numbers of rows it measures every cut, checks the
-fastest against a float64 product of the decoded bytes, and prints GB/s of narrow bytes beside cuBLAS
+fastest against a float64 product of the decoded bytes, and prints GB/s of narrow bytes, next to cuBLAS
 in bfloat16 and `torch._scaled_mm`. Weights rotate, so that no cache holds them.
 """
 
@@ -45,11 +45,11 @@ CHECKED = {
 }  # fmt: skip
 _CACHE_BYTES = 200 << 20
 Cut = Tiles | Warps | Shares | None
-"""None: what the engine chooses."""
+"""A cut to measure; None for the engine's choice."""
 
 
 def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
-    """Every cut that is tried: CUDA's for few rows where it serves the format, else Triton's."""
+    """Returns every cut to try: CUDA's for few rows if it serves the format, else Triton's."""
     yield None
     if rows <= few_rows.MOST_ROWS and few_rows.serves(fmt, *shape):
         if rows == 1:
@@ -84,7 +84,7 @@ def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:
 
 
 def microseconds(run: Callable[[int], object], copies: int) -> float:
-    """The time of one run: the fastest of three replays over all copies."""
+    """Returns the time of one run: the fastest of three replays over all copies."""
     turns = max(copies, 12)
     count = [0]
 
@@ -97,7 +97,7 @@ def microseconds(run: Callable[[int], object], copies: int) -> float:
 
 
 def build_all(numbers: Sequence[int], threads: int) -> None:
-    """Compile CUDA kernels in threads: nothing on disk keeps them."""
+    """Compiles CUDA kernels in threads, because no cache on disk keeps them."""
     tasks = {
         (fmt, shape[1], rows, cut)
         for fmt in FORMATS.values()
@@ -127,7 +127,7 @@ def build_all(numbers: Sequence[int], threads: int) -> None:
 
 
 def peers(shape: tuple[int, int], rows: int) -> dict[str, float]:
-    """Microseconds of cuBLAS in bfloat16 and of torch's products of fp8."""
+    """Returns microseconds of cuBLAS in bfloat16 and of torch's products of fp8."""
     n, columns = shape
     x = torch.randn(rows, columns, device="cuda").bfloat16()
     copies = max(2, _CACHE_BYTES // (2 * n * columns))
@@ -166,7 +166,7 @@ def measure(numbers: Sequence[int], deadline: float) -> list[dict[str, Any]]:
 
 
 def fastest(name: str, fmt: WeightFormat, shape: tuple[int, int], x: Tensor) -> dict[str, Any]:
-    """Time every cut of one product; print and return the fastest, and what the engine chooses."""
+    """Times every cut of one product; prints and returns the fastest, and the engine's choice."""
     weight = encode(torch.randn(*shape, device="cuda") * 0.02, fmt)
     copies = max(2, min(16, _CACHE_BYTES // weight.num_bytes))
     made = [weight] + [_copy(weight) for _ in range(copies - 1)]
@@ -221,7 +221,7 @@ def relative_error(x: Tensor, weight: NarrowWeight, cut: Cut) -> float:
 
 
 def check(numbers: Sequence[int]) -> list[dict[str, Any]]:
-    """Every format at a shape of Qwen3-8B against float64, by the engine's choice; one ragged shape."""
+    """Checks every format against float64 with the engine's choice: a shape of Qwen3-8B, a ragged shape."""
     found = []
     for name, fmt in CHECKED.items():
         errors = {}

@@ -1,9 +1,9 @@
-"""What weight formats and KV formats cost together: KL divergence from the float32 model, on a CPU.
+"""Joint cost of weight formats and KV formats: KL divergence from the float32 model, on a CPU.
 
     python -m benchmarks.weight_quality --out docs/benchmarks/cpu-weight-quality.json
 
-The demo model was rounded to Q4_1 by its publisher, and those numbers in float32 are the reference. So Q4_1
-is exact here, and other 4-bit formats round a second time: they look worse than they are.
+The publisher rounded the demo model to Q4_1. These numbers in float32 are the reference, so Q4_1
+is exact here. Other 4-bit formats round a second time, so they look worse than they are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KV_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One way to hold and to multiply weights. model: None for the demo's own file."""
+    """One way to store and multiply weights. model: None for the demo's own file."""
 
     name: str
     model: PeerWeights | None

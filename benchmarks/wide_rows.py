@@ -1,11 +1,11 @@
-"""What wide rows of first and latest tokens bring to narrow formats, through Kvant's own kernels.
+"""Gain of wide rows of first and latest tokens for narrow formats, through Kvant's own kernels.
 
     python -m benchmarks.wide_rows smollm2-kv --context 1024 --context 8192 --out wide-rows.json
 
-Every format reads the same windows of text, alone and with wide rows. Positions that count are the second
-half of each window; KL divergence is from the model's own dtype, in nats. Bits are per value of a sequence of
-the window's length: scales are counted, and all pages that hold wide rows, the unused rows in them too.
-Formats are without the wide ends that some have by default.
+Every format reads the same windows of text, alone and with wide rows. Only the second half of each window
+is evaluated; KL divergence is from the model's own dtype, in nats. Bits are per value of a sequence of
+the window's length. They include scales and all pages with wide rows, also their unused rows.
+Protective defaults of formats are off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Build the wheel, install it beside exactly what it requires, import it and plan a model from it.
+"""Builds the wheel, installs it with exactly its requirements, imports it and plans a model with it.
 
-What it requires is linked from the environment that runs this, where pip has resolved the same requirements:
-to unpack torch a second time would cost a core a minute.
+The requirements are linked from the environment that runs this, where pip has resolved them already:
+unpacking torch a second time would take a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAN = ("plan", "smollm2", "--kv-cache-dtype", "fp8/int4_per_token_head", "--mem
 
 
 def build(directory: Path) -> Path:
-    """The wheel, built in an environment of its own."""
+    """Builds the wheel in a separate environment; returns its path."""
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(directory), str(ROOT)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -42,7 +42,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def needed(requirements: Iterable[str], extras: Iterable[str]) -> Iterator[Requirement]:
-    """The requirements that apply here, with these extras."""
+    """Returns the requirements that apply here, with these extras."""
     for text in requirements:
         found = Requirement(text)
         if found.marker is None or any(
@@ -52,7 +52,7 @@ def needed(requirements: Iterable[str], extras: Iterable[str]) -> Iterator[Requi
 
 
 def closure(requirements: Iterable[str]) -> dict[str, Distribution]:
-    """What pip would install for these requirements, by name. Ends with a line if one is missing."""
+    """Returns what pip would install for these requirements, by name. Exits with a line if one is missing."""
     found: dict[str, Distribution] = {}
     todo, seen = list(needed(requirements, ())), set()
     while todo:
@@ -72,12 +72,12 @@ def closure(requirements: Iterable[str]) -> dict[str, Distribution]:
 
 
 def files_of(one: Distribution) -> set[Path]:
-    """What it has in site-packages, relative."""
+    """Returns a distribution's files in site-packages, relative."""
     return {Path(file) for file in one.files or () if file.parts[0] != ".."}
 
 
 def link(wanted: dict[str, Distribution], site: Path) -> None:
-    """Link whole directories, with their compiled modules, and files where a directory is shared."""
+    """Links whole directories, with their compiled modules, and single files of shared directories."""
     foreign: set[Path] = set()
     for one in distributions():
         if canonicalize_name(one.metadata["Name"]) not in wanted:

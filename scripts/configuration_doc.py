@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md from the options themselves; --check only compares."""
+"""Writes the tables of docs/configuration.md from the options themselves; --check only compares."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def default(option: Option) -> str:
 
 
 def written(text: str) -> str:
-    """The document with fresh tables."""
+    """Returns the document with new tables."""
     for name, class_ in TABLES.items():
         before, begin, rest = text.partition(BEGIN.format(name))
         _, end, after = rest.partition(END)

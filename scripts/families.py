@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare every decoder family of the installed transformers with Kvant, and write what ran.
+"""Compares every decoder family of the installed transformers with Kvant, and writes which ones ran.
 
     python -m scripts.families            all families, about ten minutes on two cores
     python -m scripts.families NAME ..    these families; the other entries stay
@@ -45,7 +45,7 @@ def main(names: list[str]) -> None:
 
 
 def write(entries: dict[str, Any]) -> None:
-    """All three files from what the comparison found."""
+    """Writes all three files from the results."""
     record = {
         "command": "python -m scripts.families",
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -78,7 +78,7 @@ def _entry(name: str, found: Compared) -> dict[str, Any]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """docs/models.md."""
+    """Returns the text of docs/models.md."""
     entries: dict[str, Any] = record["families"]
     runs = {name: entry for name, entry in entries.items() if entry["runs"]}
     others = {name: entry for name, entry in entries.items() if not entry["runs"]}

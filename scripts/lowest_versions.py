@@ -17,7 +17,7 @@ _NOT_INSTALLED = ("cuda", "flashinfer")  # need a GPU; torch's CUDA build pins i
 
 
 def lowest(project: Mapping[str, Any]) -> Iterator[str]:
-    """`name==version` for every requirement of the project and its extras that has a lower bound."""
+    """Returns `name==version` for every requirement of the project and its extras that has a lower bound."""
     extras = project["optional-dependencies"]
     tables = [project["dependencies"], *(v for k, v in extras.items() if k not in _NOT_INSTALLED)]
     for requirement in (line for table in tables for line in table):

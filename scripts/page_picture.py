@@ -1,4 +1,4 @@
-"""Take the picture of the page at / that the README shows: `python scripts/page_picture.py URL FILE.png`.
+"""Takes the picture of the page at / that README shows: `python scripts/page_picture.py URL FILE.png`.
 
 Needs `pip install kvant[browser]` and Debian's chromium. Start the server on a quiet machine:
 
@@ -16,7 +16,7 @@ from playwright.sync_api import sync_playwright
 
 QUESTIONS = ("Name three rivers of Europe.", "Which of them is the longest? One short sentence.")
 LAST = "Write four lines about the sea."
-"""Still being answered in the picture."""
+"""The prompt whose answer is still running in the picture."""
 SHARED = {
     "method": "POST",
     "headers": {"content-type": "application/json"},

@@ -36,7 +36,7 @@ get 400.
 
 
 def rows(body: type[msgspec.Struct], table: Table) -> dict[str, tuple[str, str]]:
-    """By parameter: its state, and what to do instead or why."""
+    """Returns, by parameter, its state, and what to do instead or why."""
     found = {name: ("works", "") for name in body.__struct_fields__}
     refused = {name: ("refused", one.way_out) for name, one in table.refused.items()}
     idle = {name: ("no effect", why) for name, why in table.no_effect.items()}
@@ -82,7 +82,7 @@ def written() -> str:
 
 
 def objects() -> dict[type[msgspec.Struct], tuple[str, list[str]]]:
-    """The types of objects in bodies: the first endpoint that takes them, and their paths in bodies."""
+    """Returns the types of objects in bodies: the first endpoint for them, and their paths in bodies."""
     found: dict[type[msgspec.Struct], tuple[str, list[str]]] = {}
 
     def walk(kind: type[msgspec.Struct], endpoint: str, path: str) -> None:
@@ -100,7 +100,7 @@ def objects() -> dict[type[msgspec.Struct], tuple[str, list[str]]]:
 
 
 def filled(start: str, names: list[str]) -> str:
-    """Names in lines of at most 118 characters."""
+    """Fills lines of at most 118 characters with names."""
     lines, line = [], start
     for place, name in enumerate(names):
         item = f"`{name}`" + ("." if place == len(names) - 1 else ", ")

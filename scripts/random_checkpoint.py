@@ -2,8 +2,8 @@
 
     python scripts/random_checkpoint.py SHAPE OUT --tokenizer DIRECTORY [--fp8]
 
-SHAPE: a directory with a config.json. The tokenizer is another model's, its vocabulary filled up with
-words of no meaning, so that every token a random model answers with has a text. --fp8: weights of
+SHAPE: a directory with a config.json. The tokenizer is another model's, with made-up words added to its
+vocabulary, so that every token of a random model has a text. --fp8: weights of
 decoder layers as compressed-tensors stores them, float8 with a scale for each output channel, and a
 KV cache scheme with scales for K and V. For benchmarks of a server: answers mean nothing.
 """
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def write_weights(shape: Path, out: Path, *, fp8: bool) -> int:
-    """config.json, shards and their index; bytes of all tensors."""
+    """Writes config.json, shards and their index; returns the bytes of all tensors."""
     config = AutoConfig.from_pretrained(str(shape), local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ def write_weights(shape: Path, out: Path, *, fp8: bool) -> int:
 
 
 def write_tokenizer(source: Path, out: Path) -> None:
-    """The tokenizer's files, with as many tokens as config.json counts."""
+    """Writes the tokenizer's files, with as many tokens as config.json says."""
     config = json.loads((out / "config.json").read_text())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

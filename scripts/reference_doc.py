@@ -40,7 +40,7 @@ def reference() -> str:
 
 
 def metrics() -> list[tuple[str, str, str]]:
-    """Name, type and text of every metric that a server has from its first moment."""
+    """Returns name, type and text of every metric that a server has from its start."""
     text = Metrics("model").text().decode()
     helps = dict(re.findall(r"^# HELP (\S+) (.*)$", text, re.MULTILINE))
     kinds = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
@@ -48,7 +48,7 @@ def metrics() -> list[tuple[str, str, str]]:
 
 
 def llms() -> str:
-    """llmstxt.org: the pages of the site by their kinds, with their titles."""
+    """Returns llms.txt (llmstxt.org): the pages of the site by kind, with their titles."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     parts = [f"# {site['site_name']}\n\n> {site['site_description']}\n"]
     for entry in site["nav"]:

@@ -1,6 +1,6 @@
-"""Make .venv ready: Python environment, dependencies, Kvant itself, the demo model. Standard library only.
+"""Sets up .venv: Python environment, dependencies, Kvant itself, the demo model. Standard library only.
 
-Runs under any python3; what is already there is left alone. Ends with one line when something is missing.
+Runs under any python3, and leaves alone what exists already. Ends with one line if something is missing.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def fail(line):
 
 
 def wanted():
-    """What the environment must have been built from."""
+    """Returns what the environment must have been built from."""
     text = (ROOT / "pyproject.toml").read_text() + TORCH + DEMO_MODEL + Path(__file__).read_text()
     return {"from": hashlib.sha256(text.encode()).hexdigest(), "root": str(ROOT)}
 
@@ -41,7 +41,7 @@ def is_ready():
 
 
 def find_python():
-    """A Python in the supported window that can make virtual environments."""
+    """Returns a Python of a supported version that can make virtual environments."""
     ask = "import sys, venv, ensurepip; print(*sys.version_info[:2])"
     reasons = []
     for name in PYTHONS:
@@ -86,7 +86,7 @@ def explain(stderr):
 
 
 def torch_choice():
-    """The torch that pip would take, as (version, needs CUDA packages)."""
+    """Returns the torch that pip would install, as (version, needs CUDA packages)."""
     report = json.loads(
         pip("install", "--dry-run", "--quiet", "--no-deps", "--report", "-", TORCH, capture=True)
         or "{}"

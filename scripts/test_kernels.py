@@ -1,7 +1,7 @@
 """`make kernels`: GPU kernels on a machine without a GPU, under Triton's interpreter.
 
-Triton stays beside the environment, not in it: 280 MB to fetch and a gigabyte on disk that nothing else
-here needs, and what is tested otherwise is an installation without it.
+Triton is installed beside the environment, not in it. It takes 280 MB of download and a gigabyte on disk, and
+other tests must run without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`make transfer`: pages that move between engines over NIXL, in one process and in several.
 
-NIXL stays beside the environment, not in it: 70 MB to fetch that nothing else needs, and what is tested
-otherwise is an installation without it.
+NIXL is installed beside the environment, not in it. It takes 70 MB of download, and other tests must run
+without it.
 """
 
 from __future__ import annotations

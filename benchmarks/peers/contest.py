@@ -13,8 +13,8 @@ from kvant.kv.dtype import KVDtype
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """time: a case and a number of repeats to milliseconds, of each decode step or each whole prompt, and
-    the share of them outside of compiled code, where that is known.
+    """A contestant. time: maps a case and a number of repeats to milliseconds of each decode step or whole
+    prompt, and the share of them outside compiled code, if known.
     """
 
     engine: str
@@ -25,10 +25,10 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contestant on one case. rounds: milliseconds of each step or prompt, round by round.
+    """One contestant on one case. rounds: milliseconds of each step or prompt, by round.
 
-    tokens: that each step or prompt brought. python_share: of the last round, what was not spent in
-    compiled code, where that is known.
+    tokens: new tokens of each step or prompt. python_share: of the last round's time, spent outside
+    compiled code, if known.
     """
 
     case: str
@@ -46,7 +46,7 @@ class Row:
 
     @property
     def best_ms(self) -> float:
-        """What a busy machine hides least."""
+        """Milliseconds of the fastest repeat, which other load on the machine affects least."""
         return min(ms for found in self.rounds for ms in found)
 
     @property
@@ -67,7 +67,7 @@ def kvant(engine: Engine, weights: str, stored: KVDtype) -> Contestant:
 def take_turns(
     contestants: Sequence[Contestant], case: Case, *, repeats: int, rounds: int
 ) -> list[Row]:
-    """A row for each; the order is turned around from round to round."""
+    """Returns one row per contestant; their order is reversed from round to round."""
     found: list[list[tuple[float, ...]]] = [[] for _ in contestants]
     shares: list[float | None] = [None] * len(contestants)
     for number in range(rounds):

@@ -1,7 +1,7 @@
-"""Kvant's own engine for these measurements, also with long contexts that are not computed.
+"""Kvant's own engine for these measurements, with long contexts that need not be computed.
 
-What a decode step costs at 4096 tokens does not depend on what these tokens are. `FilledRunner` holds
-pages of a prompt that was computed, copied to every other page, and answers prompts at once.
+The cost of a decode step at 4096 tokens does not depend on their values. `FilledRunner` computes
+one prompt, copies its pages to every other page, and then answers prompts at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARGIN_TOKENS = 128  # for the tokens that are decoded
 
 
 class FilledRunner:
-    """A runner that computes prompts until it is filled, and from then on only single tokens."""
+    """A runner that computes prompts until it is filled, and only single tokens afterwards."""
 
     def __init__(self, inner: ModelRunner, vocab_size: int) -> None:
         self._inner = inner
@@ -42,7 +42,7 @@ class FilledRunner:
         return self._inner.device
 
     def fill(self) -> None:
-        """Copy the pages that were computed so far over all others, byte for byte."""
+        """Copies the pages computed so far over all others, byte for byte."""
         computed = torch.tensor(sorted(self._computed))
         num_pages = self._inner.pool.planes()[0].shape[0]
         source = computed[torch.arange(num_pages) % len(computed)]
@@ -76,7 +76,7 @@ class FilledRunner:
 def engine_with(
     llm: LLM, stored: FormatRequest, *, batch: int, context: int, filled: bool
 ) -> Engine:
-    """An engine over the model of `llm` that stores K and V as asked; no prefix cache."""
+    """Builds an engine over the model of `llm` that stores K and V as asked; no prefix cache."""
     inner = runner_of(llm)
     plan = plan_storing(llm, stored)
     pages = -(-(context + _MARGIN_TOKENS) // plan.page_size)
@@ -99,7 +99,7 @@ def engine_with(
 
 
 def compute_sample(engine: Engine) -> None:
-    """Have a short prompt computed, for `FilledRunner.fill`; nothing of it is left in the engine."""
+    """Computes a short prompt for `FilledRunner.fill`; the engine keeps nothing of it."""
     numbers = random.Random(0)
     prompt = [numbers.randrange(engine.vocab_size) for _ in range(SAMPLE_TOKENS)]
     number = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))

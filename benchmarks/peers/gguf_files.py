@@ -1,4 +1,4 @@
-"""The demo model for llama.cpp, in the weight precisions that are compared."""
+"""The demo model for llama.cpp, in the weight formats to compare."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvant.models.import_cache import cache_root
 
 
 class PeerWeights(Enum):
-    """How llama.cpp keeps weights: matrices in this type, vectors in float32. See `convert`."""
+    """How llama.cpp stores weights: matrices in this type, vectors in float32. See `convert`."""
 
     F32 = (GGMLQuantizationType.F32, LlamaFileType.ALL_F32)
     Q8_0 = (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0)
@@ -22,7 +22,7 @@ class PeerWeights(Enum):
 
 
 def demo_file(weights: PeerWeights) -> Path:
-    """The demo model's numbers, as Kvant imports them, in one GGUF file; made once, kept in the cache."""
+    """Returns one GGUF file with the demo model's numbers, as Kvant imports them; made once, then cached."""
     source = demo_gguf()
     directory = cache_root() / "peers"
     final = directory / f"{source.stem}-{weights.name}.gguf"
@@ -35,9 +35,9 @@ def demo_file(weights: PeerWeights) -> Path:
 
 
 def convert(source: Path, path: Path, weights: PeerWeights) -> None:
-    """Write `path`: the tensors and facts of the GGUF file `source`, matrices in another type.
+    """Writes `path`: tensors and facts of the GGUF file `source`, with matrices in another type.
 
-    The embedding, which is the head too, has 8 bits beside 4-bit layers, as in Kvant and in the files
+    The embedding, which is also the head, has 8 bits with 4-bit layers, as in Kvant and in files
     of llama.cpp's own quantiser (which would take Q6_K).
     """
     reader = GGUFReader(source)

@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface. Runs in the peer's own Python: nothing but llama_cpp and numpy.
+"""llama.cpp through its C interface. Runs in the peer's own Python, with only llama_cpp and numpy.
 
     PYTHON llama_cpp_worker.py MODEL.gguf THREADS KV_TYPE CONTEXT SEQUENCES
 
@@ -22,7 +22,7 @@ KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}  # ggml's numbers
 
 
 class Model:
-    """One model and a context of several sequences, whose caches lie apart."""
+    """One model and a context of several sequences with separate caches."""
 
     def __init__(self, path: str, threads: int, kv_type: str, context: int, sequences: int) -> None:
         ll.llama_backend_init()
@@ -46,10 +46,10 @@ class Model:
         self._filled = None
 
     def fill(self, tokens: list[int], batch: int) -> list[int]:
-        """`batch` sequences that have the same prompt, computed once; the token after each.
+        """Starts `batch` sequences with the same prompt, computed once; returns the token after each.
 
-        Sequence 0's cache is copied to the others', bytes and all. A second call with as many tokens
-        only takes away what was decoded since.
+        Sequence 0's cache is copied to the others. A second call with the same length
+        only removes the tokens that were decoded since.
         """
         if self._filled is None or self._filled[:2] != (len(tokens), batch):
             self.forget()
@@ -62,7 +62,10 @@ class Model:
         return self._filled[2]
 
     def run(self, tokens: list[tuple[int, int, int]], wanted: list[int]) -> list[int]:
-        """One batch of (token, position, sequence); the likeliest tokens after places `wanted`."""
+        """Runs one batch of (token, position, sequence).
+
+        Returns the most likely tokens after places `wanted`.
+        """
         batch = ll.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for place, (token, position, sequence) in enumerate(tokens):
@@ -86,7 +89,7 @@ class Model:
         )
 
     def prompt(self, tokens: list[int], sequence: int) -> int:
-        """Compute a prompt in batches of 2048; the token after it."""
+        """Computes a prompt in batches of 2048; returns the token after it."""
         last = 0
         for start in range(0, len(tokens), 2048):
             part = tokens[start : start + 2048]
@@ -96,7 +99,7 @@ class Model:
 
 
 def decode(model: Model, case: dict[str, Any]) -> list[float]:
-    """Milliseconds of each step. Filled: one prompt is computed, once, and stands for all."""
+    """Returns milliseconds of each step. filled: one prompt is computed once, and used for all sequences."""
     batch, context = case["batch"], case["context"]
     prompts = _prompts(model, case)
     if case["filled"]:

@@ -1,4 +1,4 @@
-"""Models of about 100 million random parameters, saved in bfloat16 as published checkpoints are."""
+"""Models of about 100 million random parameters, saved in bfloat16 like published checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CONFIGS: dict[RandomModel, tuple[str, dict[str, Any]]] = {
 
 
 def save_random(model: RandomModel, place: Path) -> Path:
-    """Save the model, bfloat16, in a new directory of `place`; returns the directory."""
+    """Saves the model, bfloat16, in a new directory in `place`; returns the directory."""
     import torch
     import transformers
     from transformers import AutoModelForCausalLM

@@ -2,7 +2,7 @@
 
 python -m benchmarks.peers.transformers_worker MODEL_DIRECTORY THREADS DTYPE
 
-DTYPE is float32, or auto for the one of the checkpoint, which is transformers' default.
+DTYPE is float32, or auto for the checkpoint's dtype, which is transformers' default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvant.measure.beside_transformers import decode_transformers
 
 
 def decode(model: Any, case: dict[str, Any]) -> list[float]:
-    """Milliseconds of each step. Filled: the prompt's keys and values are random numbers, not computed."""
+    """Returns milliseconds of each step. filled: the prompt's keys and values are random, not computed."""
     ids = _prompts(model, case)
     cache = None
     if case["filled"]:
@@ -35,7 +35,7 @@ def decode(model: Any, case: dict[str, Any]) -> list[float]:
 
 
 def prefill(model: Any, case: dict[str, Any]) -> list[float]:
-    """Milliseconds from a prompt to the likeliest token after it."""
+    """Returns milliseconds from a prompt to the most likely token after it."""
     times = []
     for _ in range(case["repeats"]):
         ids = _prompts(model, case)

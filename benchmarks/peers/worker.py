@@ -1,4 +1,4 @@
-"""The other end of a peer's process."""
+"""Kvant's side of the connection to a peer's process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvant.errors import ConfigError, WayOut
 
 
 class Worker:
-    """A peer that waits for cases. about: versions, as it names them.
+    """A peer that waits for cases. about: versions, as the peer names them.
 
-    Raises ConfigError, with `ways_out`, where the process does not come up.
+    Raises ConfigError, with `ways_out`, if the process does not start.
     """
 
     def __init__(self, name: str, command: Sequence[str], ways_out: Sequence[WayOut]) -> None:
@@ -55,7 +55,10 @@ class Worker:
         self._close()
 
     def time(self, case: Case, *, repeats: int, seed: int, filled: bool) -> list[float]:
-        """Milliseconds of each step, or of each whole prompt. filled: long prompts are not computed."""
+        """Returns milliseconds of each step, or of each whole prompt.
+
+        filled: long prompts are not computed.
+        """
         asked = {
             "decode": case.decode,
             "batch": case.batch,
@@ -83,7 +86,7 @@ class Worker:
         return self._process.stdout.readline()
 
     def _said(self) -> str:
-        """The last line of its standard error."""
+        """Returns the last line of the process's standard error."""
         self._process.wait(timeout=30)
         self._errors.seek(0)
         lines = self._errors.read().strip().splitlines()

@@ -17,7 +17,7 @@ TABLES: dict[str, tuple[Callable[..., Cells], tuple[str, ...]]] = {}
 
 
 def table(name: str, *files: str) -> Callable[[Callable[..., Cells]], Callable[..., Cells]]:
-    """Register a function of what the JSON files hold; its first line of cells is the head."""
+    """Registers a function that turns JSON files into cells; its first line of cells is the head."""
 
     def add(function: Callable[..., Cells]) -> Callable[..., Cells]:
         assert name not in TABLES, f"two tables {name}"
@@ -28,7 +28,7 @@ def table(name: str, *files: str) -> Callable[[Callable[..., Cells]], Callable[.
 
 
 def markdown(name: str, data: Path) -> list[str]:
-    """The lines of one table; columns of numbers, but the first, are set to the right."""
+    """Returns the lines of one table; columns of numbers, except the first, are aligned right."""
     function, files = TABLES[name]
     loaded: list[Any] = [json.loads((data / f).read_text(encoding="utf-8")) for f in files]
     head, *rows = function(*loaded)
@@ -44,12 +44,12 @@ def _numbers(cells: Sequence[str]) -> bool:
 
 
 def percent(share: float, *, sign: bool = False, digits: int = 0) -> str:
-    """0.047 as `5 %`, with sign `+5 %`."""
+    """Formats 0.047 as `5 %`, with sign `+5 %`."""
     return f"{share * 100:{'+' if sign else ''}.{digits}f} %"
 
 
 def held(value: float, goal: float, *, least: bool = False, shown: str = "") -> str:
-    """A goal and what became of it: `at most 290: met`, or by how much it was missed."""
+    """Formats a goal and its result: `at most 290: met`, or by how much it was missed."""
     met = value >= goal if least else value <= goal
     off = (goal - value) / goal if least else (value - goal) / goal
     far = percent(off) if off >= 0.005 else "less than 1 %"

@@ -7,7 +7,7 @@ A table stands between two lines; do not edit it by hand:
 
 NAME is a function in benchmarks/tables/*.py, under @table("NAME", "file.json", ..): it gets what those files
 under docs/benchmarks/ hold, in that order, and returns the lines of cells, the head first.
-A table that no JSON can give, a log of attempts for one, stands under `<!-- by hand: WHY -->`.
+A table without JSON, such as a log of attempts, stands under `<!-- by hand: WHY -->`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def documents(root: Path) -> list[Path]:
 
 
 def written(text: str, data: Path) -> str:
-    """The document with fresh tables."""
+    """Returns the document with new tables."""
     lines: list[str] = []
     inside = ""
     for line in text.splitlines():

@@ -25,7 +25,7 @@ GOALS: dict[str, tuple[float | None, float | None]] = {
 
 
 def rows(data: Any, case: str, *, causal: bool = True) -> dict[str, Any]:
-    """Rows of a case by format, one name standing for both sides where they agree."""
+    """Returns rows of a case by format; one name stands for K and V if they agree."""
     return {
         r["k"] if r["k"] == r["v"] else f"{r['k']}/{r['v']}": r
         for r in data["rows"]
@@ -88,14 +88,14 @@ def other_batches(data: Any) -> Cells:
 
 
 def skews(data: Any) -> dict[str, float]:
-    """One long sequence among short ones, over an even batch of the same tokens, by format."""
+    """Returns times of one long sequence among short ones over an even batch of as many tokens."""
     even = rows(data, "same tokens, uniform")
     mixed = rows(data, "1 x 128k + 31 x 4k")
     return {name: r["median_us"] / even[name]["median_us"] for name, r in mixed.items()}
 
 
 def _points(data: Any, page_size: int | None = None) -> dict[tuple[int, int], dict[str, float]]:
-    """Microseconds by (batch, length) and engine, at this page size or each one's best."""
+    """Returns microseconds by (batch, length) and engine, at this page size or at each engine's best."""
     points: dict[tuple[int, int], dict[str, float]] = {}
     for r in data["rows"]:
         if page_size in (None, r["page_size"]):
@@ -107,7 +107,7 @@ def _points(data: Any, page_size: int | None = None) -> dict[tuple[int, int], di
 def _beside_best_peer(
     data: Any, page_size: int | None = None
 ) -> dict[tuple[int, int], tuple[float, float]]:
-    """Kvant's microseconds and its time over the best peer's, at every point that fits."""
+    """Returns Kvant's microseconds and its time over the best peer's, at every point that fits."""
     found = {}
     for place, at in _points(data, page_size).items():
         mine = at.pop("kvant", None)
@@ -117,14 +117,14 @@ def _beside_best_peer(
 
 
 def over_best_peer(data: Any, page_size: int | None = None) -> list[float]:
-    """Kvant's time over the best peer's, at every point that fits."""
+    """Returns Kvant's time over the best peer's, at every point that fits."""
     return [ratio for _, ratio in _beside_best_peer(data, page_size).values()]
 
 
 @table("attention-grid-bfloat16", "h200-attention-grid-bfloat16.json")
 @table("attention-grid-fp8", "h200-attention-grid-fp8.json")
 def grid(data: Any) -> Cells:
-    """Each engine at its better page size: Kvant's microseconds, and its time over the best peer's."""
+    """Returns, for each engine's better page size, Kvant's microseconds and its time over the best peer's."""
     points = _beside_best_peer(data)
     lengths = sorted({length for _, length in points})
 
@@ -145,7 +145,7 @@ def grid(data: Any) -> Cells:
 
 
 def bits(name: str) -> int:
-    """Bits per stored number; scales do not count."""
+    """Returns bits per stored number, without scales."""
     return {"bfloat16": 16, "int4_per_token_head": 4, "nvfp4": 4}.get(name, 8)
 
 

@@ -16,12 +16,12 @@ CALLS = (
         loads_file("b4fa26c", "triton-fp8"),
     ),
 )
-"""vLLM and Kvant on one GPU in one call: files of both. Each cache had a call of its own."""
+"""Files of calls in which vLLM and Kvant ran on one GPU, one call per KV format."""
 
 
 @table("beside-vllm", *(file for call in CALLS for file in call))
 def throughput(*files: Any) -> Cells:
-    """Figures of the fastest repeat; a ratio above 1 is in Kvant's favour."""
+    """Returns figures of the fastest repeat; a ratio above 1 is in Kvant's favour."""
     by_load = [{load: r for (load, _), r in rounds(data).items()} for data in files]
     found = dict(zip((file for call in CALLS for file in call), by_load, strict=True))
     loads = list(found[CALLS[0][0]])
@@ -45,7 +45,7 @@ def throughput(*files: Any) -> Cells:
 
 
 def _call_rounds(found: dict[str, Any], load: str) -> list[list[Any]]:
-    """vLLM's round of a load and Kvant's, for each call; None if it did not run."""
+    """Returns vLLM's and Kvant's round of a load, for each call; None if it did not run."""
     return [[found[file].get(load) for file in call] for call in CALLS]
 
 
@@ -65,7 +65,7 @@ def _fact(value: float) -> str:
 
 @table("servers", SERVERS)
 def servers(data: Any) -> Cells:
-    """Milliseconds; one line for each rate and server."""
+    """Returns milliseconds, with one line for each rate and server."""
     lines = [
         ["requests/s", "server", "answered, failed", "out tok/s", "TTFT p50", "p99",
          "ITL p50", "p99", "a token p50", "whole answer p50"]
@@ -91,7 +91,7 @@ def _served(one: Any) -> list[str]:
 
 @table("servers-ratios", SERVERS)
 def ratios(data: Any) -> Cells:
-    """Kvant's time over another server's at the same rate: below 1 is in Kvant's favour."""
+    """Returns Kvant's time over another server's at the same rate: below 1 is in Kvant's favour."""
     kvant, *others = data["servers"]
     lines = [["Kvant over", "requests/s", "TTFT p50", "p99", "ITL p50", "p99", "whole answer p50"]]
     for other in others:

@@ -102,7 +102,7 @@ def random_models(*parts: Any) -> Cells:
 
 
 def _found(data: Any, engine: str, case: str, kv: str = "") -> float:
-    """Tokens a second of the one row that is meant."""
+    """Returns tokens per second of the only row with these values."""
     (row,) = [
         r
         for r in data["steps"]

@@ -1,4 +1,4 @@
-"""docs/benchmarks/decoder.md: families that Kvant's own decoder runs since it reads them from a table."""
+"""docs/benchmarks/decoder.md: families that Kvant's own decoder reads from its table of recipes."""
 
 from __future__ import annotations
 

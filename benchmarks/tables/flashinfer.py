@@ -1,4 +1,4 @@
-"""docs/benchmarks/flashinfer.md: FlashInfer beside Triton, on the same pages."""
+"""docs/benchmarks/flashinfer.md: FlashInfer compared with Triton, on the same pages."""
 
 from __future__ import annotations
 

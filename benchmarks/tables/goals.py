@@ -1,4 +1,4 @@
-"""docs/benchmarks/README.md: every goal of the work on GPUs, and what became of it."""
+"""docs/benchmarks/README.md: every goal for GPUs, and its result."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ GROUPS = (
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """least: the goal is a lower bound. note: behind the figure."""
+    """A goal. least: it is a lower bound. note: text after the figure."""
 
     what: str
     value: float
@@ -175,7 +175,7 @@ def _sixteen_queries(kernels: Any) -> Iterator[Goal]:
 
 
 def _bits(name: str) -> int:
-    """0: turboquant, whose sides differ."""
+    """Returns bits per stored number; 0 for turboquant, whose sides differ."""
     return 0 if "/" in name else attention.bits(name)
 
 

@@ -62,7 +62,7 @@ def answers(data: Any) -> Cells:
 
 @table("h200-cpu-answers", "h200-cpu-answers.json")
 def devices(data: Any) -> Cells:
-    """The same answers on a CPU and on the GPU, and each beside float32 throughout."""
+    """Compares answers on a CPU and on a GPU, and each with float32 throughout."""
     found = {(r["format"], r["dtype"]): r for r in data["agreements"]}
     far = {(r["device"], r["format"], r["dtype"]): r for r in data["beside_float32"]}
     lines = [

@@ -11,11 +11,11 @@ FILE = "h200-prompts.json"
 LIBRARY_GOAL = 545
 """TFLOP/s of prompts of 8192 in bfloat16."""
 PREFIX_GOALS = {8: 0.9, 4: 0.8}
-"""Least speed over bfloat16 behind a prefix, by bits of a stored number."""
+"""Minimum speed relative to bfloat16 after a prefix, by bits of a stored number."""
 
 
 def by_triton(data: Any, case: str) -> dict[str, Any]:
-    """Rows of a case through the backend that is chosen unasked, by format."""
+    """Returns rows of a case by format, for the backend that is the default."""
     return {
         r["format"]: r for r in data["rows"] if (r["case"], r["backend"]) == (case, "triton")
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What formats do to answers: README's table, and docs/reliability.md's GSM8K."""
+"""Effects of formats on answers: README's table, and docs/reliability.md's GSM8K."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def tuned(data: Any) -> Cells:
 
 
 def _tuned_rows(named: dict[str, Any]) -> Cells:
-    """By bytes. named: entries of `kvant tune --format json`."""
+    """Returns rows sorted by bytes. named: entries of `kvant tune --format json`."""
     lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]
     for name, one in sorted(named.items(), key=lambda item: item[1]["bytes_per_token"]):
         figures = (one["kld_mean"], one["kld_mean_error"])

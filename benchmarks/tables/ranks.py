@@ -1,4 +1,4 @@
-"""docs/benchmarks/ranks.md: two ranks beside one."""
+"""docs/benchmarks/ranks.md: two ranks compared with one."""
 
 from __future__ import annotations
 

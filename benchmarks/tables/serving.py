@@ -1,4 +1,4 @@
-"""docs/benchmarks/serving.md and memory.md: a server on a GPU, and what a GPU holds."""
+"""docs/benchmarks/serving.md and memory.md: a server on a GPU, and the GPU's memory."""
 
 from __future__ import annotations
 

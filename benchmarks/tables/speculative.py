@@ -48,22 +48,22 @@ def on_gpu(data: Any) -> Cells:
 
 SMALL_GOAL = 2.0
 GOALS = {1: 4.5, 8: 3.6, 16: 2.6, 32: 2.0, 64: 1.4}
-"""Times plain decoding, by requests."""
+"""Goals in multiples of plain decoding, by number of requests."""
 
 
 def _speeds(row: Any) -> list[float]:
-    """Tokens a second of every repeat."""
+    """Returns tokens per second of every repeat."""
     return [one["new"] / one["seconds"] for one in row["repeats"]]
 
 
 def _pairs(data: Any) -> Iterator[tuple[Any, Any]]:
-    """Rows without drafts and with them, of as many requests."""
+    """Returns rows without and with drafts, for equal numbers of requests."""
     plain = {r["requests"]: r for r in data["rows"] if not r["num_drafts"]}
     return ((plain[r["requests"]], r) for r in data["rows"] if r["num_drafts"])
 
 
 def speedups(data: Any) -> dict[int, float]:
-    """Times plain decoding, by requests."""
+    """Returns speeds in multiples of plain decoding, by number of requests."""
     return {r["requests"]: median(_speeds(r)) / median(_speeds(p)) for p, r in _pairs(data)}
 
 
@@ -87,11 +87,11 @@ def replay(data: Any) -> Cells:
 
 
 LONG_GOALS = {"fp8_e4m3": 1.5, "int4_per_token_head": 1.8}
-"""Times bfloat16."""
+"""Goals in multiples of bfloat16."""
 
 
 def rates(data: Any) -> dict[str, list[float]]:
-    """Tokens a second of every repeat, by format."""
+    """Returns tokens per second of every repeat, by format."""
     return {r["stored"]: _speeds(r) for r in data["rows"]}
 
 

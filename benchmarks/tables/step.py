@@ -1,4 +1,4 @@
-"""docs/benchmarks/step.md and moe.md: the rebuilt step beside the one before, and a mixture of experts."""
+"""docs/benchmarks/step.md and moe.md: the rebuilt step and the previous one, and layers of experts."""
 
 from __future__ import annotations
 

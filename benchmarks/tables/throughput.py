@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.tables import Cells, held, percent, table
 
 LONG = ("64x16384/128",)
-"""Loads that are told in seconds."""
+"""Loads that are reported in seconds."""
 GOALS: dict[tuple[str, str], float] = {
     ("1x128/256", "bfloat16"): 210,
     ("32x128/256", "bfloat16"): 5800,
@@ -21,7 +21,7 @@ GOALS: dict[tuple[str, str], float] = {
 
 
 def measured(load: str, seconds: Iterable[float]) -> tuple[float, str]:
-    """Value of the fastest repeat, and its text: seconds of long loads, else output tokens per second."""
+    """Returns the value of the fastest repeat, and its text: seconds for long loads, else tokens/s."""
     if load in LONG:
         value = min(seconds)
         return value, f"{value:.1f} s"
@@ -30,25 +30,28 @@ def measured(load: str, seconds: Iterable[float]) -> tuple[float, str]:
 
 
 def output_tokens_per_second(load: str, seconds: Iterable[float]) -> float:
-    """Output tokens per second of the fastest repeat: disturbances only slow a run."""
+    """Returns output tokens per second of the fastest repeat, since disturbances only slow a run."""
     requests, _, output = map(int, re.split("[x/]", load))
     return requests * output / min(seconds)
 
 
 def rounds(*files: Any) -> dict[tuple[str, str], Any]:
-    """By load and stored format."""
+    """Returns rounds by load and stored format."""
     return {(r["load"], r["stored"]): r for data in files for r in data["rounds"]}
 
 
 def loads_file(commit: str, what: str) -> str:
-    """JSON of `kvant bench throughput` at a commit. what: the format, or a backend and it."""
+    """Returns the JSON file of `kvant bench throughput` at a commit.
+
+    what: the format, or a backend and it.
+    """
     return f"h200-loads-{commit}-{what}.json"
 
 
 FORMATS = {
     what: loads_file("22404fa", what) for what in ("bfloat16", "fp8", "fp8-per-token-head", "int4")
 }
-"""Every format in one call."""
+"""The file with every format in one call."""
 
 
 @table("h200-throughput", *FORMATS.values())
@@ -84,7 +87,7 @@ CALLS = tuple(
     )
     for what in formats
 )
-"""Heavy loads in every call so far, the oldest first; each call had another card."""
+"""Files of heavy loads, oldest first; each call ran on another card."""
 
 
 def backend(file: str) -> str:
@@ -120,7 +123,7 @@ def invariance(on: Any) -> Cells:
 
 
 STEADY_GOALS = {"fp8_e4m3": 1.5, "fp8_per_token_head": 1.5, "int4_per_token_head": 2.0}
-"""Times bfloat16."""
+"""Goals in multiples of bfloat16."""
 MIXED_GOAL = 1.03
 
 
@@ -160,8 +163,9 @@ def mixed_ratios(data: Any) -> list[float]:
 
 
 def _mixed(data: Any) -> Iterator[tuple[str, float, float, float]]:
-    """The other format, the share of bfloat16, milliseconds, and those expected: each layer takes its
-    share of a step in which all layers are like it.
+    """Returns the other format, the share of bfloat16, milliseconds, and the expected milliseconds.
+
+    Expected is the mean of the steps in which all layers have one format, weighted by layers.
     """
     step = uniform(data)
     size = {r["stored"]: r["bytes_per_token"] for r in data["rows"]}

@@ -10,9 +10,19 @@ import pytest
 
 from tests.engine.tiny_chat import VOCAB
 from tests.server.harness import Server, events
-from tests.server.test_tools import CALL, CHAT, END, HELLO, NAMED, STRICT, TOOL, tooled
+from tests.server.test_tools import (
+    CALL,
+    CHAT,
+    END,
+    HELLO,
+    NAMED,
+    STRICT,
+    TOOL,
+    build_tooled,
+    tooled,
+)
 
-__all__ = ["tooled"]
+__all__ = ["tooled"]  # its template reasons, but its thinking has no tokens of its own
 OPEN, CLOSE = VOCAB, VOCAB + 1
 THINKS: dict[str, Any] = {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}}
 WAITS: dict[str, Any] = {**THINKS, "logit_bias": {CLOSE: -100}, "return_token_ids": True}
@@ -20,6 +30,12 @@ WAITS: dict[str, Any] = {**THINKS, "logit_bias": {CLOSE: -100}, "return_token_id
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
           "additionalProperties": False}  # fmt: skip
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(build_tooled(tmp_path_factory.mktemp("thinker"), thinks=True)) as server:
+        yield server
 
 
 def ask(server: Server, **more: Any) -> Any:
@@ -48,24 +64,24 @@ def streamed(server: Server, **more: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("budget", [0, 7])
 def test_thinking_ends_at_its_budget_streamed_and_whole(
-    tooled: Server, name: str, budget: int
+    thinker: Server, name: str, budget: int
 ) -> None:
-    whole = ask(tooled, **{name: budget})
+    whole = ask(thinker, **{name: budget})
     assert whole["token_ids"].index(CLOSE) == budget
     assert whole["message"]["content"]
     assert (whole["message"].get("reasoning") is None) == (budget == 0)
-    parts = streamed(tooled, **{name: budget})
+    parts = streamed(thinker, **{name: budget})
     assert parts["token_ids"] == whole["token_ids"]
     assert parts["content"] == whole["message"]["content"]
     assert parts["reasoning"] == (whole["message"].get("reasoning") or "")
 
 
-def test_several_answers_and_other_endpoints_keep_the_budget(tooled: Server) -> None:
+def test_several_answers_and_other_endpoints_keep_the_budget(thinker: Server) -> None:
     body = {**WAITS, "max_tokens": 30, "n": 3, "seed": 2, "thinking_token_budget": 5}
-    choices = tooled.post(CHAT, body).json["choices"]
+    choices = thinker.post(CHAT, body).json["choices"]
     assert [choice["token_ids"].index(CLOSE) for choice in choices] == [5, 5, 5]
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    answer = tooled.complete(
+    answer = thinker.complete(
         rendered,
         thinking_token_budget=3,
         logit_bias={CLOSE: -100},
@@ -73,29 +89,29 @@ def test_several_answers_and_other_endpoints_keep_the_budget(tooled: Server) -> 
         max_tokens=9,
     )
     assert answer.json["choices"][0]["token_ids"][3] == CLOSE
-    unlimited = tooled.complete(rendered, thinking_token_budget=-1, max_tokens=9)
-    assert unlimited.json["choices"][0]["text"] == tooled.complete(rendered, max_tokens=9).json[
+    unlimited = thinker.complete(rendered, thinking_token_budget=-1, max_tokens=9)
+    assert unlimited.json["choices"][0]["text"] == thinker.complete(rendered, max_tokens=9).json[
         "choices"
     ][0]["text"]  # fmt: skip
 
 
-def test_the_responses_api_counts_thinking_within_the_budget(tooled: Server) -> None:
+def test_the_responses_api_counts_thinking_within_the_budget(thinker: Server) -> None:
     body = {
         "input": "hello", "max_output_tokens": 30, "chat_template_kwargs": {"enable_thinking": True},
         "thinking_token_budget": 6, "logit_bias": {CLOSE: -100}, "seed": 1,
     }  # fmt: skip
-    answer = tooled.post("/v1/responses", body)
+    answer = thinker.post("/v1/responses", body)
     assert answer.status == 200, answer.body
     kinds = [item["type"] for item in answer.json["output"]]
     assert kinds == ["reasoning", "message"]
 
 
-def test_anthropics_budget_is_kept(tooled: Server) -> None:
+def test_anthropics_budget_is_kept(thinker: Server) -> None:
     body = {"messages": HELLO, "max_tokens": 40, "temperature": 0}
     lengths = []
     for budget in (2, 9):
         thinking = {"type": "enabled", "budget_tokens": budget}
-        answer = tooled.post("/v1/messages", {**body, "thinking": thinking})
+        answer = thinker.post("/v1/messages", {**body, "thinking": thinking})
         assert answer.status == 200, answer.body
         thought, text = answer.json["content"]
         assert (thought["type"], text["type"]) == ("thinking", "text")
@@ -104,37 +120,37 @@ def test_anthropics_budget_is_kept(tooled: Server) -> None:
 
 
 @pytest.mark.parametrize("budget", [4, None], ids=str)
-def test_a_form_begins_behind_thinking(tooled: Server, budget: int | None) -> None:
+def test_a_form_begins_behind_thinking(thinker: Server, budget: int | None) -> None:
     """Without a budget too: the form is that of the content, not of the reasoning."""
     likes = {"logit_bias": {CLOSE: 6}, "seed": 3, "max_tokens": 400, "response_format": FORM}
-    found = ask(tooled, thinking_token_budget=budget, **likes)
+    found = ask(thinker, thinking_token_budget=budget, **likes)
     assert found["finish_reason"] == "stop"
     assert set(json.loads(found["message"]["content"])) == {"ok"}
     assert found["message"]["reasoning"]
-    parts = streamed(tooled, thinking_token_budget=budget, **likes)
+    parts = streamed(thinker, thinking_token_budget=budget, **likes)
     assert parts["content"] == found["message"]["content"]
     assert parts["reasoning"] == found["message"]["reasoning"]
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
-def test_a_forced_call_follows_thinking(tooled: Server, choice: Any) -> None:
+def test_a_forced_call_follows_thinking(thinker: Server, choice: Any) -> None:
     asked = {
         "tools": [TOOL], "tool_choice": choice, "thinking_token_budget": 6, "max_tokens": 900,
         "parallel_tool_calls": False,
     }  # fmt: skip
-    found = ask(tooled, **asked)
+    found = ask(thinker, **asked)
     (call,) = found["message"]["tool_calls"]
     assert found["finish_reason"] == "tool_calls"
     assert set(json.loads(call["function"]["arguments"])) == {"a"}
     assert found["message"]["reasoning"]
     assert found["message"]["content"] is None
     assert found["token_ids"].index(CLOSE) == 6
-    assert streamed(tooled, **asked)["arguments"] == call["function"]["arguments"]
+    assert streamed(thinker, **asked)["arguments"] == call["function"]["arguments"]
 
 
-def test_a_strict_call_follows_thinking(tooled: Server) -> None:
+def test_a_strict_call_follows_thinking(thinker: Server) -> None:
     found = ask(
-        tooled, tools=[STRICT], thinking_token_budget=6, max_tokens=300, parallel_tool_calls=False,
+        thinker, tools=[STRICT], thinking_token_budget=6, max_tokens=300, parallel_tool_calls=False,
         logit_bias={CLOSE: -100, CALL: 100, END: 50},
     )  # fmt: skip
     assert found["token_ids"].index(CLOSE) <= 6
@@ -142,15 +158,15 @@ def test_a_strict_call_follows_thinking(tooled: Server) -> None:
     assert set(json.loads(call["function"]["arguments"])) == {"a"}
 
 
-def test_a_form_waits_only_if_the_model_begins_to_think(tooled: Server) -> None:
+def test_a_form_waits_only_if_the_model_begins_to_think(thinker: Server) -> None:
     """The template opens no thinking here."""
     body = {"messages": HELLO, "response_format": FORM, "max_tokens": 200, "seed": 1}
     unopened = {**body, "logit_bias": {OPEN: -100}}
-    message = tooled.post(CHAT, unopened).json["choices"][0]["message"]
+    message = thinker.post(CHAT, unopened).json["choices"][0]["message"]
     assert set(json.loads(message["content"])) == {"ok"}
     assert not message.get("reasoning")
     opened = {**body, "logit_bias": {OPEN: 100}, "thinking_token_budget": 3}
-    message = tooled.post(CHAT, opened).json["choices"][0]["message"]
+    message = thinker.post(CHAT, opened).json["choices"][0]["message"]
     assert set(json.loads(message["content"])) == {"ok"}
     assert message["reasoning"]
 
@@ -162,28 +178,33 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
     yield "/v1/responses", {"input": "a", "thinking_token_budget": 5}, "thinking_token_budget"
     infill = {"input_prefix": "a", "input_suffix": "", "thinking_token_budget": 5}
     yield "/infill", infill, "thinking_token_budget"
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    messages = {"messages": HELLO, "max_tokens": 4, "thinking": thinking}
+    yield "/v1/messages", messages, "thinking.budget_tokens"
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [*refusals()])
 def test_a_model_whose_thinking_has_no_marks_refuses_a_budget(
-    server: Server, path: str, body: dict[str, Any], param: str
+    tooled: Server, path: str, body: dict[str, Any], param: str
 ) -> None:
-    answer = server.post(path, body)
+    answer = tooled.post(path, body)
     assert answer.status == 400
-    assert answer.error["param"] == param
-    assert answer.error["message"].startswith(param)
+    assert answer.json["error"]["param"] == param
+    assert answer.json["error"]["message"].startswith(param)
 
 
-def test_wrong_budgets_are_named(tooled: Server) -> None:
+def test_wrong_budgets_are_named(thinker: Server) -> None:
     for more, param in (
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
         ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
         ({"thinking_token_budget": 1, "thinking_budget_tokens": 2}, "thinking_budget_tokens"),
     ):
-        answer = tooled.post(CHAT, {**THINKS, **more})
+        answer = thinker.post(CHAT, {**THINKS, **more})
         assert answer.status == 400
         assert answer.error["param"] == param
     thinking = {"type": "enabled", "budget_tokens": -1}
-    answer = tooled.post("/v1/messages", {"messages": HELLO, "max_tokens": 9, "thinking": thinking})
+    answer = thinker.post(
+        "/v1/messages", {"messages": HELLO, "max_tokens": 9, "thinking": thinking}
+    )
     assert answer.status == 400
     assert answer.json["error"]["param"] == "thinking.budget_tokens"

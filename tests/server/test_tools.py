@@ -39,17 +39,23 @@ HELLO = [{"role": "user", "content": "hello"}]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.fixture(scope="module")
-def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path: Path = build_model(tmp_path_factory.mktemp("tooled"), fills=True)
+def build_tooled(directory: Path, *, thinks: bool = False) -> Path:
+    """A model whose template takes tools. thinks: it has tokens around its thinking."""
+    path = build_model(directory, fills=thinks)
     config = path / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
     (path / "chat_template.jinja").unlink(missing_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # so that a bias can ask for a call
         text = (path / name).read_text().replace("<|pad|>", "<tool_call>")
-        text = text.replace("<|fim_prefix|>", "<think>").replace("<|fim_suffix|>", "</think>")
+        if thinks:
+            text = text.replace("<|fim_prefix|>", "<think>").replace("<|fim_suffix|>", "</think>")
         (path / name).write_text(text)
-    with Server(path) as server:
+    return path
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with Server(build_tooled(tmp_path_factory.mktemp("tooled"))) as server:
         yield server
 
 

@@ -2,6 +2,10 @@
 
 `WRITTEN` has the forms that chat templates and model cards document, written for this test. `QUOTED` has
 answers of real models: each names the public report that quotes it, and was shortened at most.
+
+No public quote was found of Qwen3's calls in JSON, of Mistral's with [ARGS], of DeepSeek R1's calls and of
+SmolLM2's list of calls: these forms are written for this test. Gemma 3 has no marks for calls, so its
+template takes no tools.
 """
 
 from __future__ import annotations
@@ -235,6 +239,12 @@ QUOTED = (
         "<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json"
         f"<|message|>{_JSON_PARIS}",
         calls=(PARIS,), source="ggml-org/llama.cpp#15181",
+    ),
+    Recorded(
+        "deepseek v3 in a fence", _DEEPSEEK + "```json", "<｜User｜>hi<｜Assistant｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_current_weather\n```json\n"
+        '{"location": "Tokyo"}\n```<｜tool▁call▁end｜>',
+        calls=(("get_current_weather", {"location": "Tokyo"}),), source="sgl-project/sglang#4379",
     ),
     Recorded(
         "deepseek v3.1 calls within its reasoning", _DEEPSEEK, "<｜Assistant｜><think>",

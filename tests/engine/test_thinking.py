@@ -350,5 +350,6 @@ def test_a_model_without_marks_refuses_a_budget_by_name() -> None:
         with pytest.raises(RequestError, match="no token of this model is known") as refused:
             engine.submit([5], SamplingParams(thinking_token_budget=3))
         assert refused.value.param == "thinking_token_budget"
+        engine.submit([5], SamplingParams(thinking_token_budget=-1))
     with pytest.raises(RequestError, match="at least -1"):
         SamplingParams(thinking_token_budget=-2)

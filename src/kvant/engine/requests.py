@@ -25,7 +25,7 @@ from kvant.sampling.logprobs import TokenLogprobs
 from kvant.sampling.sampler import RowRequest, RowSampler, Sampled, greedy, token_logprobs
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import CompileLimits
-from kvant.sampling.thinking import NO_THINKING, ThinkingMarks
+from kvant.sampling.thinking import NO_THINKING, UNLIMITED, ThinkingMarks
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.scheduler import Schedule, Scheduler
 from kvant.speculative.accept import verify
@@ -84,7 +84,7 @@ def check_request(
             f"{form.asked_as} needs a tokenizer and an end-of-sequence token; this model lacks one",
             param=form.asked_as,
         )
-    if params.thinking_token_budget is not None and not has_thinking:
+    if params.thinking_token_budget not in (None, UNLIMITED) and not has_thinking:
         raise RequestError(NO_THINKING, param="thinking_token_budget")
     if params.n != 1:
         raise RequestError(f"n is {params.n}: this way there is one answer", param="n")

@@ -315,7 +315,7 @@ def _thinking_first(
 
 def _check_budget(budget: int | None, name: str, facts: Facts) -> None:
     """Raises ApiError 400 for a budget of thinking if the model's thinking has no marks."""
-    if budget is not None and not facts.thinks:
+    if budget not in (None, UNLIMITED) and not facts.thinks:
         raise bad_request(NO_THINKING.replace("thinking_token_budget", name, 1), name)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from kvant import LLM, SamplingParams
 from kvant.engine.result import Result
 from kvant.execution import graphs
 from kvant.execution.runner import ModelRunner
-from kvant.plan.graph_sizes import MOST_PIECES, piece_sizes
+from kvant.kv.geometry import Attention, LayerGeometry
+from kvant.plan.graph_sizes import MOST_PIECES, PieceSize, piece_sizes, short_piece
+from kvant.scheduling import scheduler
 from tests.models import tiny
 from tests.speculative.recorded import Again
 
@@ -90,14 +95,96 @@ def test_short_pieces_behind_long_contexts_are_recorded(
     assert all(held)
 
 
+def test_the_end_of_a_prompt_behind_a_long_context_is_computed_in_short_pieces_beside_answers(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "FAR", 64)
+    (plain, _), (fast, runner) = opened(path), recorded(path)
+    short = short_piece(layer.geometry for layer in runner.model.plan.layers)
+    assert short > 1
+    engine = fast.engine
+    limits = replace(engine.limits, short_piece=short)
+    monkeypatch.setattr(engine.scheduler, "limits", limits)
+    pieces, sizes, work = [], [], engine.scheduler.schedule
+    mixed = runner._graphs._mixed  # type: ignore[union-attr]
+    assert mixed is not None
+    for size, replay in list(mixed._replays.items()):
+
+        def noted(size: PieceSize = size, replay: Callable[[], None] = replay) -> None:
+            sizes.append(size)
+            replay()
+
+        mixed._replays[size] = noted
+
+    def spied(*given: Any) -> Any:
+        schedule = work(*given)
+        if schedule is not None and schedule.num_prefills:
+            first = schedule.num_decodes
+            rows = zip(
+                schedule.starts[first:].tolist(), schedule.counts[first:].tolist(), strict=True
+            )
+            pieces.extend((start, count, first > 0) for start, count in rows)
+        return schedule
+
+    monkeypatch.setattr(engine.scheduler, "schedule", spied)
+    assert told(fast.generate(PROMPTS, PARAMS)) == told(plain.generate(PROMPTS, PARAMS))
+    assert all(
+        count <= short or not start >= 64 or count > 16 for start, count, beside in pieces if beside
+    )
+    assert any(count == short and start >= 64 for start, count, beside in pieces)
+    assert any(size.longest == short for size in sizes)
+    engine.audit()
+
+
 def test_every_step_has_the_smallest_size_that_holds_it() -> None:
     sizes = piece_sizes(256, 8448)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == (MOST_PIECES, 256)
-    assert all(seqs <= tokens for tokens, seqs in sizes)
+    assert sizes[-1] == (MOST_PIECES, 256, MOST_PIECES)
+    assert all(size.seqs <= size.tokens == size.longest for size in sizes)
     assert all(b[0] <= a[0] + 128 for a, b in pairwise(sizes))
-    assert piece_sizes(4, 20) == [(20, 4)]
-    assert piece_sizes(512, 16) == [(16, 16)]
+    assert piece_sizes(4, 20) == [(20, 4, 20)]
+    assert piece_sizes(512, 16) == [(16, 16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("most_seqs", "most_tokens", "expected"),
+    [
+        (1, 8192, []),
+        (24, 8192, [(32, 24, 4)]),
+        (32, 8192, [(32, 32, 4), (64, 32, 4)]),
+        (256, 8192, [(32, 32, 4), (64, 64, 4), (128, 128, 4), (256, 256, 4)]),
+        (256, 64, [(32, 32, 4), (64, 64, 4)]),
+        (256, 24, []),
+    ],
+)
+def test_short_pieces_beside_answers_have_sizes_of_their_own(
+    most_seqs: int, most_tokens: int, expected: list[tuple[int, int, int]]
+) -> None:
+    plain, sizes = piece_sizes(most_seqs, most_tokens), piece_sizes(most_seqs, most_tokens, 4)
+    assert [size for size in sizes if size not in plain] == expected
+    assert set(plain) <= set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        ([(32, 8)], 4),
+        ([(64, 8)], 2),
+        ([(8, 8)], 16),
+        ([(32, 8), (32, 2)], 0),
+        ([(32, 2)], 0),
+        ([], 0),
+    ],
+)
+def test_a_short_piece_fills_the_smallest_program(
+    heads: list[tuple[int, int]], expected: int
+) -> None:
+    layers = [
+        LayerGeometry(i, "", Attention.FULL, q, kv, 128, 128) for i, (q, kv) in enumerate(heads)
+    ]
+    assert short_piece(layers) == expected
+    latents = LayerGeometry(9, "", Attention.MLA, 16, 1, 576, 512)
+    assert short_piece([*layers, latents]) == 0
 
 
 def test_batch_invariant_mode_records_none(path: Path, held: list[bool]) -> None:

@@ -46,7 +46,7 @@ from kvant.execution.shared_logits import SharedLogits
 from kvant.kernels.listed_pages import listed
 from kvant.kernels.transfer import to_device
 from kvant.models.loaded import widened
-from kvant.plan.graph_sizes import batch_sizes, draft_sizes, piece_sizes
+from kvant.plan.graph_sizes import PieceSize, batch_sizes, draft_sizes, piece_sizes
 from kvant.sampling.sampler import Drawer, DrawParts, has_kernels, parts_for, uniforms
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
@@ -120,7 +120,7 @@ class StepGraphs:
     forward: the model. max_num_batched_tokens: the most tokens of a mixed graph; 0 records none. draft: the
     proposer's `draft`. num_drafts: the numbers of drafts to record decodes for. run: computes the logits
     [rows, vocab_size] of a batch without a graph, from the batch and its ids [T] int64 on the device.
-    eraser: clears pages in `launch`.
+    eraser: clears pages in `launch`. short_piece: see `kvant.plan.graph_sizes.short_piece`.
     """
 
     def __init__(
@@ -138,6 +138,7 @@ class StepGraphs:
         draft: Draft | None = None,
         num_drafts: Sequence[int] = (),
         eraser: Eraser | None = None,
+        short_piece: int = 0,
     ) -> None:
         assert draft is not None or not num_drafts
         self._eraser = eraser
@@ -160,7 +161,8 @@ class StepGraphs:
         self._drawer: Drawer | None = None
         self._mixed = None
         if max_num_batched_tokens:
-            self._mixed = MixedGraphs(self, most_seqs, max_num_batched_tokens, device)
+            sizes = piece_sizes(most_seqs, max_num_batched_tokens, short_piece)
+            self._mixed = MixedGraphs(self, sizes, device)
         room = 0 if self._mixed is None else self._mixed.room
         # Two: one step may be in flight while the next one is written.
         self._staging = [_Staging(recorder, most_seqs, most_rows, room) for _ in range(2)]
@@ -466,15 +468,14 @@ class MixedGraphs:
     """
 
     def __init__(
-        self, graphs: StepGraphs, most_seqs: int, most_tokens: int, device: torch.device
+        self, graphs: StepGraphs, sizes: Sequence[PieceSize], device: torch.device
     ) -> None:
-        self._graphs = graphs
-        self._sizes = piece_sizes(most_seqs, most_tokens)
-        tokens, seqs = (max(side) for side in zip(*self._sizes, strict=True))
+        self._graphs, self._sizes = graphs, sizes
+        tokens, seqs, _ = (max(side) for side in zip(*sizes, strict=True))
         self._num_groups = graphs.state.num_groups
         self.room = sum(self._counts(tokens, seqs))
         self._memory = torch.zeros(self.room, dtype=torch.int64, device=device)
-        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._replays: dict[PieceSize, Callable[[], None]] = {}
 
     @property
     def num_sizes(self) -> int:
@@ -482,13 +483,13 @@ class MixedGraphs:
 
     def capture(self, recorder: Recorder, told: Callable[[], None]) -> None:
         """Records every size, the largest first, with all tokens padding. told: called after each size."""
-        for tokens, seqs in reversed(self._sizes):
-            _, _, _, _, rows, *slots, _ = self._views(self._memory, tokens, seqs)
+        for size in reversed(self._sizes):
+            _, _, _, _, rows, *slots, _ = self._views(self._memory, size.tokens, size.seqs)
             for some in slots:
                 some.fill_(-1)
             rows.fill_(self._graphs.state.padding_row)
-            replay, _ = recorder.record(partial(self._run, tokens, seqs))
-            self._replays[tokens, seqs] = replay
+            replay, _ = recorder.record(partial(self._run, size))
+            self._replays[size] = replay
             self._memory.zero_()
             told()
 
@@ -501,8 +502,14 @@ class MixedGraphs:
             return False
         num_tokens, num_rows = len(batch.input_ids), len(batch.logits_index)
         needed = max(num_rows, len(schedule.rows))
-        size = next(((t, n) for t, n in self._sizes if t >= num_tokens and n >= needed), None)
-        if size is None:
+        fits = (
+            size
+            for size in self._sizes
+            if size.tokens >= num_tokens
+            and size.seqs >= needed
+            and size.longest >= step.max_seqlen_q
+        )
+        if (size := next(fits, None)) is None:
             return False
         sources = (
             (batch.input_ids, 0), (step.positions, 0),
@@ -511,11 +518,11 @@ class MixedGraphs:
             *((one.slot_mapping, -1) for one in (step, *step.others)),
             (step.cu_seqlens_q, num_tokens),
         )  # fmt: skip
-        views = self._views(staging.mixed, *size)
+        views = self._views(staging.mixed, size.tokens, size.seqs)
         for target, (source, padding) in zip(views, sources, strict=True):
             target[: len(source)] = source
             target[len(source) :] = padding
-        room = sum(self._counts(*size))
+        room = sum(self._counts(size.tokens, size.seqs))
         self._memory[:room].copy_(staging.mixed[:room], non_blocking=True)
         self._replays[size]()
         return True
@@ -528,9 +535,10 @@ class MixedGraphs:
         sizes = self._counts(tokens, seqs)
         return torch.split(memory[: sum(sizes)], sizes)
 
-    def _run(self, tokens: int, seqs: int) -> tuple[Tensor]:
+    def _run(self, size: PieceSize) -> tuple[Tensor]:
         """The recorded step: runs the model on the inputs in `_memory`."""
         graphs, state = self._graphs, self._graphs.state
+        tokens, seqs, longest = size
         ids, positions, lengths, wanted, rows, *slots, ends = self._views(
             self._memory, tokens, seqs
         )
@@ -549,7 +557,7 @@ class MixedGraphs:
             page_table=tables[0],
             slot_mapping=slots[0],
             positions=positions,
-            max_seqlen_q=tokens,
+            max_seqlen_q=longest,
             max_seqlen_kv=graphs._max_model_len,
         )
         step = through(step, list(zip(tables[1:].unbind(), slots[1:], strict=True)))

@@ -25,6 +25,7 @@ from kvant.kv.saturation import Saturated
 from kvant.kv.spec import KVPlan
 from kvant.kv.state_pool import StatePool
 from kvant.models.loaded import LoadedModel, widened
+from kvant.plan.graph_sizes import short_piece
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from kvant.speculative.base import Ask, DeviceProposer, Proposer
@@ -278,6 +279,7 @@ class ModelRunner:
             draft=draft,
             num_drafts=() if draft is None else num_drafts,
             eraser=self._eraser if self._proposer is None else None,
+            short_piece=short_piece(layer.geometry for layer in self.model.plan.layers),
         )
         graphs.capture(told)
         self._graphs = graphs

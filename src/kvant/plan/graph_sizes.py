@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvant.kv.geometry import Attention, LayerGeometry
+
 MOST_ROWS = 1024
 """Most rows of a step with drafts. With more, matrix products are compute-bound and drafts do not pay."""
 
@@ -15,6 +20,35 @@ takes to launch them, so a graph saves nothing.
 """
 
 _FEW = 128
+
+_BESIDE_SHORT = (32, 64, 128, 256)
+"""Tokens of recorded steps of answers beside short pieces."""
+
+_SMALL_PROGRAM = 16
+"""Query rows (query, head of the group) that attention multiplies in its smallest program."""
+
+
+class PieceSize(NamedTuple):
+    """A recorded step with pieces of prompts. longest: tokens of a sequence, at most."""
+
+    tokens: int
+    seqs: int
+    longest: int
+
+
+def short_piece(layers: Iterable[LayerGeometry]) -> int:
+    """Returns the most tokens of a piece that attention reads in programs as small as those of one token.
+
+    0 if there is no such piece of two tokens: the layers share too many query heads, or store latents.
+    """
+    groups = [
+        layer.num_q_heads // layer.num_kv_heads
+        for layer in layers
+        if layer.num_kv_heads and layer.attention is not Attention.MLA
+    ]
+    has_latents = any(layer.attention is Attention.MLA for layer in layers)
+    most = 0 if has_latents or not groups else _SMALL_PROGRAM // max(groups)
+    return most if most > 1 else 0
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -41,12 +75,21 @@ def draft_sizes(num_drafts: int, most: int) -> list[int]:
     return [*(size for size in sizes if size < most), most] if most else []
 
 
-def piece_sizes(most_seqs: int, most_tokens: int) -> list[tuple[int, int]]:
-    """Returns (tokens, sequences) of the steps with prompt pieces that get a graph, ascending.
+def piece_sizes(most_seqs: int, most_tokens: int, short: int = 0) -> list[PieceSize]:
+    """Returns the steps with prompt pieces that get a graph, ascending. short: see `short_piece`.
 
     Graphs for few sequences compute few rows of logits. Sizes are close where padding is expensive: a step
     of 640 tokens takes a third longer than one of 512, but products of 192 or 224 rows take as long as
     products of 256.
     """
     tokens = [*(size for size in _PIECES if size < most_tokens), min(most_tokens, MOST_PIECES)]
-    return sorted({(t, min(n, most_seqs, t)) for t in tokens for n in (_FEW, most_seqs)})
+    found = {PieceSize(t, min(n, most_seqs, t), t) for t in tokens for n in (_FEW, most_seqs)}
+    if short and most_seqs > 1:
+        needed = min(most_seqs + short, most_tokens)
+        sizes = [size for size in _BESIDE_SHORT if size < needed]
+        found |= {
+            PieceSize(t, min(t, most_seqs), short)
+            for t in (*sizes, *(size for size in _BESIDE_SHORT[len(sizes) :][:1]))
+            if t <= most_tokens
+        }
+    return sorted(found)

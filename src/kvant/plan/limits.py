@@ -15,9 +15,10 @@ class Limits:
     sequences. max_model_len: tokens of one sequence, prompt and answer. page_size: tokens of a page.
     prefix_caching: whether requests share pages with equal contents. max_prompt_logprobs: prompt tokens
     scored in one step; each takes a row of logits. prompt_stride: prompts are split at multiples of this
-    number, in steps with room for one stride. state_slots: recurrent states kept for prompts with equal
-    beginnings, at multiples of state_stride. draft_states: with recurrent layers, drafts of one step over
-    all sequences; each draft has a state of its own.
+    number, in steps with room for one stride. short_piece: the size of pieces in which the end of a prompt
+    behind a long context is computed beside answers; 0 computes it at once. state_slots: recurrent states
+    kept for prompts with equal beginnings, at multiples of state_stride. draft_states: with recurrent layers,
+    drafts of one step over all sequences; each draft has a state of its own.
     """
 
     max_num_seqs: int
@@ -27,6 +28,7 @@ class Limits:
     prefix_caching: bool = True
     max_prompt_logprobs: int = 256
     prompt_stride: int = 1
+    short_piece: int = 0
     state_slots: int = 0
     state_stride: int = 4096
     draft_states: int = 0

@@ -27,7 +27,7 @@ from kvant.models.weights import (
 )
 from kvant.plan.budget import fit
 from kvant.plan.facts import Facts, ModelFacts
-from kvant.plan.graph_sizes import draft_counts
+from kvant.plan.graph_sizes import draft_counts, short_piece
 from kvant.plan.limits import Limits, default_num_batched_tokens, default_num_seqs
 from kvant.plan.plan import Plan, PlannedModel, PlanRequest
 from kvant.plan.ranks import check_ranks, divide
@@ -185,6 +185,8 @@ def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
     seqs = request.max_num_seqs or default_num_seqs(request.device)
     slots = _state_slots(request, target, seqs)
     tokens = request.max_num_batched_tokens or default_num_batched_tokens(request.device, seqs)
+    # Steps with pieces of prompts: short ones pay only where they are recorded.
+    is_never_recorded = request.on_cpu or request.batch_invariant or geometry.has_states
     return Limits(
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
@@ -192,6 +194,7 @@ def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
         page_size=request.page_size,
         prefix_caching=request.prefix_caching and (slots > 0 or not geometry.has_states),
         prompt_stride=1 if request.on_cpu else LONG_STRIDE,
+        short_piece=0 if is_never_recorded else short_piece(geometry.layers),
         state_slots=slots,
         state_stride=math.lcm(_STATE_STRIDES[request.on_cpu], request.page_size),
     )

@@ -31,6 +31,12 @@ from kvant.scheduling.kept_states import KeptStates
 from kvant.scheduling.request import FinishReason, Sequence, Status
 from kvant.scheduling.row_table import HeldPages
 
+MOST_SHORT = 16
+"""The most tokens at the end of a prompt that are computed in short pieces: what a page leaves over."""
+
+FAR = 8192
+"""The position from which on they are. Behind fewer tokens they take one step little longer."""
+
 HASHED_PAGES = 512
 """The most pages of a waiting prompt hashed in one step, so that running sequences are not delayed."""
 
@@ -104,13 +110,14 @@ class _Pieces:
     """The pieces of prompts chosen so far for a step: (sequence, start, number of tokens).
 
     budget: tokens that the step still has room for. logprobs_left: prompt tokens that may still be scored.
-    stride: a piece that does not end its prompt ends at a multiple of this. states: pieces also end where a
-    recurrent state is kept.
+    stride: a piece that does not end its prompt ends at a multiple of this. short: `Limits.short_piece`
+    beside answers, else 0. states: pieces also end where a recurrent state is kept.
     """
 
     budget: int
     logprobs_left: int
     stride: int
+    short: int
     states: KeptStates
     chosen: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
@@ -118,7 +125,8 @@ class _Pieces:
         """Returns how many tokens from `start` fit: all, or up to the last place to cut the prompt."""
         left = len(sequence.token_ids) - start
         if left <= self.budget:
-            return left
+            is_short = self.short < left <= MOST_SHORT and start >= FAR
+            return self.short if self.short and is_short else left
         return max(0, self.budget - (start + self.budget) % self.stride)
 
     def add(self, sequence: Sequence, start: int) -> None:
@@ -232,7 +240,8 @@ class Scheduler:
         decoding, rows, prefilling, preempted = chosen
         budget = self.limits.max_num_batched_tokens - len(decoding)
         num_preempted = len(preempted)
-        pieces = self._pieces(prefilling, budget, preempted)
+        short = self.limits.short_piece if decoding else 0
+        pieces = self._pieces(prefilling, budget, short, preempted)
         if pieces is None:
             return None
         if len(preempted) > num_preempted:
@@ -401,7 +410,7 @@ class Scheduler:
         return [sequences[p] for p in chosen.tolist()], rows[chosen], prefilling, preempted
 
     def _pieces(
-        self, prefilling: Items[Sequence], budget: int, preempted: list[Sequence]
+        self, prefilling: Items[Sequence], budget: int, short: int, preempted: list[Sequence]
     ) -> _Pieces | None:
         """Returns the next pieces of started prompts; None if a step in flight must be read first.
 
@@ -409,7 +418,7 @@ class Scheduler:
         """
         # With a budget below the stride no prompt could be cut at a multiple of it, and none would advance.
         stride = self.limits.prompt_stride if budget >= self.limits.prompt_stride else 1
-        pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride, self.states)
+        pieces = _Pieces(budget, self.limits.max_prompt_logprobs, stride, short, self.states)
         for sequence in prefilling:
             if sequence.status is not Status.RUNNING:
                 continue

@@ -43,8 +43,8 @@ class Cut:
     items end at fixed places, every `least` tiles. parts: items leave float32 partial results. direct: an
     item that has its rows alone writes the output itself; false if the joining kernel must rotate all outputs
     back. join: rows, rounded up to a power of two, that the attention kernel joins itself; 0 leaves parts to
-    `combine`. listed: the work map is written once for all layers, because there are too many sequences to
-    scan.
+    `combine`. skewed: sequences have unlike numbers of queries, and one may have most of the items. listed:
+    the work map is written once for all layers, because there are too many sequences to scan.
     """
 
     shape: Shape
@@ -61,6 +61,7 @@ class Cut:
     direct: bool
     join: int
     listed: bool
+    skewed: bool
 
     @property
     def combines(self) -> bool:
@@ -75,7 +76,7 @@ class Cut:
     @property
     def parts_joined_at_once(self) -> tuple[int, int]:
         """Items of a row that `combine` joins at once, and its warps."""
-        if self.fixed or self.items <= 8 * self.blocks:
+        if self.fixed or (self.items <= 8 * self.blocks and not self.skewed):
             return 8, 1  # fixed items are joined in one order in every batch
         return (32, 1) if self.items <= 64 * self.blocks else (64, 2)
 
@@ -109,8 +110,8 @@ def cut_step(
         tokens * -(-group // shape.rows),
     )
     # For example, sequences that decode one token beside pieces of prompts.
-    uneven = wide and tokens < num_seqs * max_seqlen_q
-    if uneven:
+    uneven = tokens < num_seqs * max_seqlen_q
+    if wide and uneven:
         target = max(1, shape.programs * multiprocessors // heads)
     else:
         aimed_at = wide_items_aimed_at if wide else items_aimed_at
@@ -122,10 +123,16 @@ def cut_step(
         splits = items > blocks
     else:
         splits = blocks * heads < 4 * shape.programs * multiprocessors
-        least = (LEAST_WIDE if uneven else shape.least) if splits else NEVER_SPLIT
+        least = (LEAST_WIDE if wide and uneven else shape.least) if splits else NEVER_SPLIT
         items = blocks + target if splits else blocks
     rows = max_seqlen_q * group
-    few = joins and not (wide or fixed) and 0 < rows <= MOST_JOINED and num_seqs <= MOST_SCANNED
+    # In an uneven step one program would join all parts of a long sequence, of several queries.
+    few = (
+        joins
+        and not (wide or fixed or uneven)
+        and 0 < rows <= MOST_JOINED
+        and num_seqs <= MOST_SCANNED
+    )
     short = num_seqs * heads >= FEWEST_JOINED or 0 < window <= LONGEST_JOINED
     join = 1 << (rows - 1).bit_length() if few and short else 0
     direct = wide or join > 0 or not rotated
@@ -144,6 +151,7 @@ def cut_step(
         direct=direct,
         join=join,
         listed=num_seqs > MOST_SCANNED and shape.rows == 16 and not wide,
+        skewed=uneven and shape.rows == 16,
     )
 
 

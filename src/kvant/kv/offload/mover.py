@@ -7,6 +7,7 @@ copies, on a stream of their own; a step that runs meanwhile does not wait for t
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -28,6 +29,9 @@ from kvant.kv.pool import KVPool, zeros
 
 CHUNK_BYTES = 16 << 20
 """Bytes that one copy over the bus moves at most, and of each buffer on a GPU; at least a page."""
+
+_CHECKED_BYTES = 8 << 20
+"""Bytes whose checksums one task computes at most: several threads work for the chunk that is next."""
 
 _HASHERS = min(8, os.cpu_count() or 1)
 
@@ -219,7 +223,7 @@ class PageMover:
         return self._moved(job, moves, sums, started)
 
     def _load(
-        self, chunks: list[tuple[int, list[int]]], checked: Future[list[Future[list[bytes]]]],
+        self, chunks: list[tuple[int, list[int]]], checked: Future[list[list[Future[list[bytes]]]]],
         job: int, moves: tuple[Move, ...], mark: object,
     ) -> None:  # fmt: skip
         """Begins the copies of a job. Another thread waits for them, so the bus goes on with the next job."""
@@ -227,10 +231,11 @@ class PageMover:
         self._loading.begin(mark)
         sums: list[bytes | None] = [None] * len(moves)
         waits: list[Callable[[], None]] = []
-        for (group, places), found in zip(chunks, checked.result(), strict=True):
+        for (group, places), parts in zip(chunks, checked.result(), strict=True):
+            totals = itertools.chain.from_iterable(part.result() for part in parts)
             good = [
                 place
-                for place, total in zip(places, found.result(), strict=True)
+                for place, total in zip(places, totals, strict=True)
                 if total == moves[place].checksum
             ]
             for place in good:
@@ -256,9 +261,14 @@ class PageMover:
 
     def _check(
         self, moves: Sequence[Move], chunks: list[tuple[int, list[int]]]
-    ) -> list[Future[list[bytes]]]:
+    ) -> list[list[Future[list[bytes]]]]:
         """Begin to compute checksums. A thread does it: waking others takes the engine's thread long."""
-        return [self._hashers.submit(self._sums, moves, places) for _, places in chunks]
+        found = []
+        for group, places in chunks:
+            most = max(1, _CHECKED_BYTES // max(1, self.page_bytes[group]))
+            parts = [places[at : at + most] for at in range(0, len(places), most)]
+            found.append([self._hashers.submit(self._sums, moves, part) for part in parts])
+        return found
 
     def _chunks(self, moves: Sequence[Move]) -> list[tuple[int, list[int]]]:
         """Places of moves of one group whose rows fit into a chunk."""

@@ -124,6 +124,7 @@ def _between_products() -> None:
     made.norm_whole(qkv, 4096, 2048, QKNorms(*whole, whole=True))
     few = FewRows(torch.device("cpu"), 1e-6)
     few._ahead, few._processors, few._shared_bytes = True, 132, MOST_SHARED
+    few._overlaps = True
     for activation in Activation:
         made.gate(qkv, activation)
         made.activate(qkv, activation)

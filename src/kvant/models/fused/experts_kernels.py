@@ -447,26 +447,32 @@ def combine(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr, STREAM: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: sums one token's weighted results [TOP_K, WIDTH] in the order of its experts.
+    """Program: sums PAD columns of one token's weighted results [TOP_K, WIDTH] in the order of its experts.
 
-    STREAM: out is residual plus the sum; weighted is out * norm_weight; squares [1, 64]: sums of squares of
-    out.
+    STREAM: out is residual plus the sum; weighted is out * norm_weight; squares [programs of a token, 64]:
+    sums of squares of out.
     """
     dtype: tl.constexpr = out.dtype.element_ty
-    _begin(AHEAD)
+    if AHEAD:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, PAD)
+    part = tl.program_id(1)
+    c = part * PAD + tl.arange(0, PAD)
     mask = c < WIDTH
+    if STREAM:
+        w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32)
+    if AHEAD:
+        gdc_wait()
+    if STREAM:
+        old = tl.load(residual + token * WIDTH + c, mask=mask, other=0.0).to(tl.float32)
     total = tl.zeros((PAD,), tl.float32)
     for j in tl.static_range(TOP_K):
         at = parts + (token * TOP_K + j) * WIDTH + c
         total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     y = total.to(dtype)
     if STREAM:
-        old = tl.load(residual + token * WIDTH + c, mask=mask, other=0.0).to(tl.float32)
         y = (y.to(tl.float32) + old).to(dtype)
         wide = y.to(tl.float32)
-        w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32)
         tl.store(weighted + token * WIDTH + c, (wide * w).to(dtype), mask=mask)
-        tl.store(squares + token, tl.sum(wide * wide, 0))
+        tl.store(squares + part * 64 + token, tl.sum(wide * wide, 0))
     tl.store(out + token * WIDTH + c, y, mask=mask)

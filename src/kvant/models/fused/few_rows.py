@@ -63,12 +63,18 @@ class FewRows:
 
     most_tokens = MOST_TOKENS
 
-    def __init__(self, device: torch.device, eps: float, *, one: bool = False) -> None:
-        """one: norms multiply by 1 + weight."""
+    def __init__(
+        self, device: torch.device, eps: float, *, one: bool = False, overlaps: bool = False
+    ) -> None:
+        """one: norms multiply by 1 + weight. overlaps: products of several tokens that do what lies between
+        them may start while the previous kernel runs. They would take multiprocessors from a product of a
+        large weight.
+        """
         self._eps, self._one = eps, int(one)
         self._shared_bytes = shared_memory_of_a_program(device)
         self._processors = multiprocessors(device)
         self._ahead = launches_ahead(device)
+        self._overlaps = overlaps and self._ahead
         # Allocated at their final size: CUDA graphs keep their addresses.
         stripes = self._processors
         self._arrived = torch.zeros(stripes, dtype=torch.int32, device=device)
@@ -226,7 +232,7 @@ class FewRows:
             COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=cut.depth, SPLIT=cut.split,
             STAGES=cut.stages, KIND=kind, BIAS=bias is not None, PICKED=picked is not None,
             EVEN=n % ROWS == 0 and columns % (cut.depth * cut.split) == 0, ACTIVATION=act, READY=False,
-            ONE=self._one, AHEAD=False, num_warps=4,
+            ONE=self._one, AHEAD=self._overlaps, launch_pdl=self._overlaps, num_warps=4,
         )  # fmt: skip
 
     def _one_row(

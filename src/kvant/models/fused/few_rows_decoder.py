@@ -59,7 +59,8 @@ class FewRowsDecoder:
         self._fused = fused
         model = fused.model
         one = model.norm.kind is NormKind.RMS_ONE
-        self._few = FewRows(model.embedding.device, model.norm.eps, one=one)
+        has_experts = all(isinstance(layer.feed_forward, Experts) for layer in model.layers)
+        self._few = FewRows(model.embedding.device, model.norm.eps, one=one, overlaps=has_experts)
         self._experts = TritonExperts(model.embedding.device)
         self._products = FewProducts(self._few, fused)
         eps, alike = model.norm.eps, model.norm.eps == _eps(model.layers)

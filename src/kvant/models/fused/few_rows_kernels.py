@@ -109,17 +109,17 @@ def product(
     t = tl.arange(0, TOKENS)
     there = t < tokens
     token = t.to(tl.int64)
-    if PICKED:
-        token = tl.load(picked + t, mask=there, other=0)
     k = tl.arange(0, DEPTH)
     SPAN: tl.constexpr = (COLUMNS + DEPTH * SPLIT - 1) // (DEPTH * SPLIT) * DEPTH
     lo = part * SPAN
     hi = tl.minimum(lo + SPAN, COLUMNS)
     w_at = weight + n[:, None].to(tl.int64) * COLUMNS + k[None, :]
-    x_at = x + token[None, :] * COLUMNS + k[:, None]
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     if AHEAD:
         gdc_wait()
+    if PICKED:
+        token = tl.load(picked + t, mask=there, other=0)
+    x_at = x + token[None, :] * COLUMNS + k[:, None]
     for s in tl.range(lo, hi, DEPTH, num_stages=STAGES):
         if EVEN:
             a = tl.load(w_at + s, eviction_policy="evict_first")

@@ -96,6 +96,9 @@ _LARGE_TILES = 160 << 10
 _MOST_LARGE = 16
 """Maximum number of pairs at a time for large tiles."""
 
+_STREAM_PARTS = 4
+"""Programs that sum one token's results, so that few tokens occupy more multiprocessors."""
+
 _FEWEST_PROGRAMS = 4
 """Minimum number of programs per multiprocessor, since programs take different times."""
 
@@ -449,7 +452,8 @@ class TritonExperts:
         tokens, width = residual.shape
         assert tokens <= _STREAM_TOKENS
         out, weighted = torch.empty_like(residual), torch.empty_like(residual)
-        squares = residual.new_empty(1, _STREAM_TOKENS, dtype=torch.float32)
+        parts_of_a_row = _STREAM_PARTS if width % (128 * _STREAM_PARTS) == 0 else 1
+        squares = residual.new_empty(parts_of_a_row, _STREAM_TOKENS, dtype=torch.float32)
         self._combine(parts, out, residual, norm_weight, weighted, squares, tokens, width)
         return out, weighted, squares
 
@@ -464,11 +468,12 @@ class TritonExperts:
         tokens: int,
         width: int,
     ) -> None:
-        kernels.combine[(tokens,)](
+        cut = 1 if squares is None else len(squares)
+        pad = triton.next_power_of_2(triton.cdiv(width, cut))
+        kernels.combine[(tokens, cut)](
             parts, out, residual, norm_weight, weighted, squares,
-            TOP_K=parts.shape[0] // tokens, WIDTH=width, PAD=triton.next_power_of_2(width),
-            STREAM=residual is not None, **self._options,
-            num_warps=4 if width <= 2048 else 8,
+            TOP_K=parts.shape[0] // tokens, WIDTH=width, PAD=pad, STREAM=residual is not None,
+            **self._options, num_warps=4 if pad <= 2048 else 8,
         )  # fmt: skip
 
 

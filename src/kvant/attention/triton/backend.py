@@ -468,6 +468,7 @@ def _launch_latents(
         K=k, LATENT=latent, ROTARY=width - latent, PAD_L=pad(latent, k), PAD_R=pad(width - latent, k),
         OUTER=outer(cache.k_scale), FULL=q.dtype is torch.float32,
         DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
+        EARLY=cut.early, LANES=lanes(cut.num_seqs),
         num_warps=shape.warps, num_stages=shape.stages, **options, **ahead(device),
     )  # fmt: skip
 

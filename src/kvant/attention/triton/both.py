@@ -91,7 +91,8 @@ def both_attention(
     WIDE_TILE: tl.constexpr, WIDE_K: tl.constexpr, WIDE_PAD_K: tl.constexpr,
     WIDE_V: tl.constexpr, WIDE_PAD_V: tl.constexpr, APART: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FULL: tl.constexpr, LISTED: tl.constexpr,
-    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
+    PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Program item * HEADS + KV head: its share of the wide rows of a sequence, then of the others.
 
@@ -101,7 +102,8 @@ def both_attention(
     """
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     COLUMNS: tl.constexpr = V.elements * PAD_V
     WIDE_COLUMNS: tl.constexpr = WIDE_V.elements * WIDE_PAD_V
     head = tl.program_id(0) % HEADS
@@ -109,20 +111,17 @@ def both_attention(
     num_wide = num_seqs * APART
     num_items = tl.num_programs(0) // HEADS - num_wide
     item = program - num_wide  # negative for a program that reads wide rows only
-    if JOIN > 0:  # tokens of no sequence get zeros
-        clear(out, tl.load(cu_seqlens_q + num_seqs) + program, num_tokens, num_items + num_wide,
-              head, GROUP, HEADS, HEAD_V, COLUMNS)  # fmt: skip
     per_split = least
     is_narrow = item >= 0
     if not LISTED:
         per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, 0, target, least,
-                                    GROUP, ROWS, TILE, True, False, True)  # fmt: skip
+                                    GROUP, ROWS, TILE, True, False, True, LANES)  # fmt: skip
     if APART == 0 or is_narrow:
         if LISTED:
             seq, first, splits = listed(items, item)
         else:
             seq, first, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
-                                           GROUP, ROWS, TILE, True, False)  # fmt: skip
+                                           GROUP, ROWS, TILE, True, False, LANES)  # fmt: skip
     else:
         mine = program // APART
         if LISTED:
@@ -132,8 +131,13 @@ def both_attention(
         else:
             token = tl.load(cu_seqlens_q + mine)
             seq, first, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
-                                            GROUP, ROWS, TILE, True, False)  # fmt: skip
+                                            GROUP, ROWS, TILE, True, False, LANES)  # fmt: skip
             seq = tl.where(seq == mine, seq, -1)  # -1 if this sequence has no queries
+    if AHEAD and EARLY:
+        gdc_wait()
+    if JOIN > 0:  # tokens of no sequence get zeros
+        clear(out, tl.load(cu_seqlens_q + num_seqs) + program, num_tokens, num_items + num_wide,
+              head, GROUP, HEADS, HEAD_V, COLUMNS)  # fmt: skip
     if seq < 0:
         return
     first_token = tl.load(cu_seqlens_q + seq)
@@ -209,6 +213,7 @@ def combine_both(
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr,
     SINKS: tl.constexpr, LISTED: tl.constexpr, ROTATED: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program: joins the parts of `both_attention` for per_program query heads of a token.
 
@@ -216,16 +221,19 @@ def combine_both(
     """
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     first_head = tl.program_id(0) * per_program % (HEADS * GROUP)
     token = tl.program_id(0) * per_program // (HEADS * GROUP)
     if LISTED:
         seq, first, splits = listed(tokens, token)
     else:
         per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, 0, target, least,
-                                    GROUP, ROWS, TILE, True, False, True)  # fmt: skip
+                                    GROUP, ROWS, TILE, True, False, True, LANES)  # fmt: skip
         seq, first, splits = find_token(token, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
-                                        GROUP, ROWS, TILE, True, False)  # fmt: skip
+                                        GROUP, ROWS, TILE, True, False, LANES)  # fmt: skip
+    if AHEAD and EARLY:
+        gdc_wait()
     if seq < 0:
         c = tl.arange(0, PAD)
         for i in range(per_program):

@@ -13,6 +13,7 @@ from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
 from kvant.attention.triton.format import format_of
 from kvant.attention.triton.launch import (
     ahead,
+    lanes,
     listed_items,
     pad,
     page_units,
@@ -106,6 +107,7 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         WIDE_V=wide_v, WIDE_PAD_V=pad(head_v, wide_v), APART=apart,
         SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None, FULL=full, LISTED=cut.listed,
         PTX=has_ptx(device), JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
+        EARLY=cut.early, LANES=lanes(num_seqs),
         num_warps=shape.warps, num_stages=shape.stages, **options, **ahead(device),
     )  # fmt: skip
     if not cut.join:
@@ -139,7 +141,8 @@ def _combine(
         cut.num_seqs, cut.target, cut.least, cut.items, per_program,
         GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=width, ROWS=cut.shape.rows,
         TILE=cut.shape.tile, AT_ONCE=at_once, APART=apart, SINKS=params.sinks is not None,
-        LISTED=cut.listed, ROTATED=rotated, num_warps=warps, **ahead(out.device),
+        LISTED=cut.listed, ROTATED=rotated, EARLY=cut.early, LANES=lanes(cut.num_seqs),
+        num_warps=warps, **ahead(out.device),
     )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def latent_attention(
     K: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
     PAD_L: tl.constexpr, PAD_R: tl.constexpr, OUTER: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
-    PTX: tl.constexpr, AHEAD: tl.constexpr,
+    PTX: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program: one item, causal. Writes `out` if DIRECT and its sequence is one item long, else parts.
 
@@ -154,7 +154,8 @@ def latent_attention(
     """
     if AHEAD:
         gdc_launch_dependents()
-        gdc_wait()
+        if not EARLY:
+            gdc_wait()
     ELEMENTS: tl.constexpr = K.elements
     item = tl.program_id(0)
     per_split = least
@@ -163,10 +164,12 @@ def latent_attention(
     else:
         if not FIXED:
             per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, 0, target, least,
-                                        GROUP, ROWS, TILE, True, False, True)  # fmt: skip
+                                        GROUP, ROWS, TILE, True, False, True, LANES)  # fmt: skip
         seq, first_item, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
-                                            GROUP, ROWS, TILE, True, False)  # fmt: skip
+                                            GROUP, ROWS, TILE, True, False, LANES)  # fmt: skip
     if seq < 0:
+        if AHEAD and EARLY:
+            gdc_wait()
         return
     block = (item - first_item) // splits
     split = (item - first_item) % splits
@@ -189,6 +192,8 @@ def latent_attention(
         step = tl.cdiv(tl.cdiv(tl.maximum(end, 0), splits), TILE) * TILE
         begin = split * step
         end = tl.minimum(end, begin + step)
+    if AHEAD and EARLY:
+        gdc_wait()
 
     token = (first_token + query).to(tl.int64)
     q_row = q_ptr + token * q_stride_token + query_head * q_stride_head

@@ -27,21 +27,25 @@ from kvant.models.sharding.shard import Shard
 MOST_ROWS = 256
 """Most rows of one sum. Larger sums go through NCCL."""
 
+MOST_ROWS_OF_TWO = 1024
+"""The same for two ranks, which must read each other's whole rows in any case."""
+
 _CHECKS = 3
 _SPINS = 4096
 """Reads of a flag between two checks whether the sum was aborted."""
 
 
 class SymmetricSums:
-    """Sums x [n, width] of one dtype, n up to MOST_ROWS. Every rank constructs it with equal arguments."""
+    """Sums x [n, width] of one dtype, n up to a maximum. Every rank constructs it with equal arguments."""
 
     def __init__(self, shard: Shard, width: int, dtype: torch.dtype, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.width, self.dtype = width, dtype
         self._shard = shard
-        self._flag_bytes = 4 * shard.size * MOST_ROWS
-        num_bytes = self._flag_bytes + 2 * shard.size * MOST_ROWS * width * dtype.itemsize
+        self._most_rows = most = MOST_ROWS_OF_TWO if shard.size == 2 else MOST_ROWS
+        self._flag_bytes = 4 * shard.size * most
+        num_bytes = self._flag_bytes + 2 * shard.size * most * width * dtype.itemsize
         memory: Any = symmetric_memory
         self._memory = memory.empty(num_bytes, dtype=torch.uint8, device=device)
         self._memory.zero_()
@@ -49,7 +53,7 @@ class SymmetricSums:
         assert dist.group.WORLD is not None
         self._handle = memory.rendezvous(self._memory, dist.group.WORLD.group_name)
         self._peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self._epochs = torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
+        self._epochs = torch.zeros(most, dtype=torch.int32, device=device)
         self._broken = torch.zeros(1, dtype=torch.int32).pin_memory()
         self._launches_ahead = launches_ahead(device)
         dist.barrier()  # flags are zero everywhere
@@ -59,7 +63,7 @@ class SymmetricSums:
         return (
             x.dtype is self.dtype
             and x.shape[-1] == self.width
-            and x.numel() <= MOST_ROWS * self.width
+            and x.numel() <= self._most_rows * self.width
         )
 
     def sum(self, x: Tensor) -> Tensor:
@@ -87,7 +91,7 @@ class SymmetricSums:
         """Raises EngineFault unless sums equal those of NCCL's gather bitwise. Every rank must call it."""
         shard, device = self._shard, self._epochs.device
         generator = torch.Generator(device).manual_seed(shard.rank)
-        for rows in (1, 5, MOST_ROWS):
+        for rows in (1, 5, self._most_rows):
             for _ in range(_CHECKS):
                 x = torch.empty(rows, self.width, dtype=self.dtype, device=device)
                 x.normal_(generator=generator)
@@ -114,7 +118,7 @@ class SymmetricSums:
         _sum_rows[(rows,)](
             x, residual, weight, out, self._epochs, self._peers, self._broken, eps,
             FLAG_BYTES=self._flag_bytes, RANK=self._shard.rank, SIZE=self._shard.size,
-            ROWS=MOST_ROWS, WIDTH=self.width, PAD=triton.next_power_of_2(self.width), ADDS=adds,
+            ROWS=self._most_rows, WIDTH=self.width, PAD=triton.next_power_of_2(self.width), ADDS=adds,
             SPINS=_SPINS, num_warps=8 if self.width > 2048 else 4, AHEAD=ahead,
             **({"launch_pdl": True} if ahead else {}),
         )  # fmt: skip

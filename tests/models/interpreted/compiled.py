@@ -23,7 +23,7 @@ from kvant.models.fused.routing import Routing, Scoring
 from kvant.models.fused.triton_experts import TritonExperts
 from kvant.models.fused.triton_kernels import TritonKernels
 from kvant.models.sharding.shard import Shard
-from kvant.parallel.symmetric import MOST_ROWS, SymmetricSums
+from kvant.parallel.symmetric import MOST_ROWS, MOST_ROWS_OF_TWO, SymmetricSums
 from kvant.parallel.triton_sums import added
 from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight
 from kvant.weights.format import (
@@ -139,6 +139,8 @@ def _between_products() -> None:
         few.normed(stream, empty(1000, 3840), None, picked=ids[:1], dtype=torch.float32)
         for columns in (4096, 15360):
             few.added(empty(tokens, columns), empty(3840, columns), None, stream, x[0])
+    few._overlaps = False
+    few.normed(stream, empty(6144, 3840), None)
 
 
 def _sums_of_ranks() -> None:
@@ -146,7 +148,8 @@ def _sums_of_ranks() -> None:
     for size in (2, 8):
         sums = SymmetricSums.__new__(SymmetricSums)
         sums.width, sums.dtype, sums._shard = 4096, torch.bfloat16, Shard(0, size)
-        sums._flag_bytes = 4 * size * MOST_ROWS
+        sums._most_rows = MOST_ROWS_OF_TWO if size == 2 else MOST_ROWS
+        sums._flag_bytes = 4 * size * sums._most_rows
         sums._epochs = sums._broken = torch.empty(1, dtype=torch.int32, device="meta")
         sums._peers = torch.empty(size, dtype=torch.int64, device="meta")
         sums._launches_ahead = True

@@ -17,3 +17,15 @@ def loads(data: Any) -> Cells:
              percent(row["tok_s"] / row["limit"]), held(row["tok_s"], row["goal"], least=True)]
         )  # fmt: skip
     return lines
+
+
+@table("hybrid-rows", "h200-rows-qwen3.5-9b.json")
+def hybrid(data: Any) -> Cells:
+    lines = [["requests x input/output", "tok/s", "of the limit", "goal"]]
+    for load, found in data["loads"].items():
+        goal = held(found["share"], 0.75, least=True, shown="75 % of the limit")
+        alone = load.startswith("1x")
+        lines.append(
+            [load, f"{found['tok_s']:.0f}", percent(found["share"]), goal if alone else "-"]
+        )
+    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.groups import lay_out
 from kvant.kv.names import FormatRequest
 from kvant.kv.pages import SCRATCH
-from kvant.kv.request import Asked, AskedWide, KVRequest
+from kvant.kv.request import Asked, AskedWide, KVRequest, Selector, WideRule
 from kvant.plan.resolution import resolve_again
 from tests.engine.equality import Bench, run, tokens
 from tests.models import families, tiny
@@ -74,6 +75,25 @@ def test_tokens_depend_neither_on_pieces_nor_on_hits_nor_on_preemption(where: Pa
         preempted += engine.stats.num_preemptions
         assert engine.stats.num_held_pages == 0
     assert preempted > 0
+
+
+def test_layers_have_numbers_of_wide_rows_of_their_own(where: Path) -> None:
+    llm = bench_of(where).llm
+    asked = AskedWide(SINK, RECENT, WIDE, "test")
+    more = WideRule(Selector("1", first=1, last=1), replace(asked, recent=3 * RECENT), "test")
+    bench = Bench(llm)
+    bench.plan = resolve_again(
+        llm.planned, KVRequest(explicit=(Asked(NARROW, "test"),), wide=asked, wide_rules=(more,))
+    )
+    groups = lay_out(bench.plan).groups
+    assert {(g.window, g.sink) for g in groups[1:]} == {(RECENT, SINK), (3 * RECENT, SINK)}
+    prompts = [LONG, *PROMPTS]
+    expected = bench.alone(prompts, NUM_TOKENS)
+    assert expected != bench_of(where).alone(prompts, NUM_TOKENS)
+    engine = bench.engine(num_pages=900, windows=True, caching=True, chunk=16)
+    for _ in range(2):  # the second time from the cache
+        found = run(engine, prompts, NUM_TOKENS, after_step=lambda: sound(engine))
+        assert tokens(found) == expected
 
 
 def test_a_sequence_holds_its_first_pages_and_its_window(where: Path) -> None:

@@ -110,7 +110,9 @@ def test_the_draft_prefix_addresses_the_drafter() -> None:
     ["[1]", "rules: 3", "unknown: 1", "rules: [{layers: 0}]", "rules: [{0: fp8, 1: fp8}]", "a: [",
      "rules: ['draft:0:fp8']", "kv_cache_dtype: fp9", "skip_layers: 0", "draft: {draft: {}}",
      "recent_tokens: many", "recent_tokens: -1", "sink_tokens: 4", "recent_tokens: 0\nsink_tokens: 4",
-     "draft: {recent_tokens: 64}", "{recent_tokens: 64, recent_dtype: fp9}"],
+     "draft: {recent_tokens: 64}", "draft: {rules: [{layers: 0, recent_tokens: 64}]}",
+     "rules: [{layers: 0, sink_tokens: 4}]", "rules: [{layers: 0, recent_tokens: -1}]",
+     "{recent_tokens: 64, recent_dtype: fp9}"],
 )  # fmt: skip
 def test_malformed_policies_are_refused_with_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "policy.yaml"
@@ -138,6 +140,22 @@ def test_a_policy_asks_for_wide_rows_and_the_option_decides(tmp_path: Path) -> N
         return None if asked is None else asked.recent
 
     assert (recent(None), recent(32), recent(0)) == (64, 32, None)
+
+
+def test_a_rule_of_a_policy_asks_for_wide_rows_of_its_layers(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        "recent_tokens: 64\nrecent_dtype: bf16\nrules: [{layers: '1,4', v: nvfp4, recent_tokens: 256},"
+        "{layers: 2, recent_tokens: 0}, {layers: 3, sink_tokens: 48}, {layers: 0-4, k: fp8}]\n"
+    )
+    request = read_policy(path).target
+    found = [request.wide_of(layer(index), 6) for index in range(6)]
+    rows = [None if wide is None else (wide.sink, wide.recent) for wide in found]
+    assert rows == [(16, 64), (16, 256), None, (48, 64), (16, 256), (16, 64)]
+    assert {wide.format.k for wide in found if wide is not None} == {KVDtype.BFLOAT16}
+    assert len(request.rules) == 3
+    options: LLMOptions = {"kv_cache_policy": path, "kv_recent_tokens": 0}
+    assert not config_of("tiny", options).plan.requests.target.every_wide
 
 
 def test_a_policy_speaks_to_target_and_draft(tmp_path: Path) -> None:

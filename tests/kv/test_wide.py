@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.groups import Owner, bytes_per_token_at, lay_out, most_pages
 from kvant.kv.names import FormatRequest
 from kvant.kv.pool import Arena, KVPool
-from kvant.kv.request import KVRequest, parse_rule
+from kvant.kv.request import AskedWide, KVRequest, Selector, WideRule, parse_rule
 from kvant.kv.resolve import resolve
 from kvant.kv.spec import KVPlan, Role
 from kvant.kv.wide import SINK_TOKENS, ask_wide
@@ -39,6 +41,32 @@ def test_narrow_layers_of_every_token_get_wide_rows_and_no_others() -> None:
     assert (wide.sink, wide.recent, wide.k.dtype) == (SINK_TOKENS, 128, KVDtype.BFLOAT16)
     assert str(wide) == "first 16 and last 128 in bfloat16"
     assert "--kv-recent-tokens" in wide.k.because
+
+
+def test_a_rule_counts_instead_of_the_request_for_all_layers() -> None:
+    wide = ask_wide(None, 128, None, asked_by="policy")
+    assert wide is not None
+    request = KVRequest(
+        explicit=(asks(INT4),),
+        wide=wide,
+        wide_rules=(rule_of(2, replace(wide, recent=32)), rule_of(4, None)),
+    )
+    plan = resolve(request, CheckpointKV(), geometry(), around())
+    found = {layer.geometry.index: layer.wide.recent for layer in plan.layers if layer.wide}
+    assert found == {0: 128, 2: 32}
+    with pytest.raises(BadValue, match="'1' selects no layer that can store wide rows") as fault:
+        resolve(
+            KVRequest(explicit=(asks(INT4),), wide_rules=(rule_of(1, wide),)),
+            CheckpointKV(), geometry(), around(),
+        )  # fmt: skip
+    assert fault.value.ways_out
+    both = (rule_of(0, wide), rule_of(0, None))
+    with pytest.raises(BadValue, match="disagree"):
+        resolve(KVRequest(wide_rules=both), CheckpointKV(), geometry(), around())
+
+
+def rule_of(layer: int, wide: AskedWide | None) -> WideRule:
+    return WideRule(Selector(str(layer), first=layer, last=layer), wide, "policy")
 
 
 def test_wide_rows_of_wide_layers_have_no_effect_and_the_plan_says_so() -> None:

@@ -5,6 +5,7 @@ skip_layers: [sliding_window, -1]      # optional
 rules:                                 # optional; the closest selector wins, order does not matter
   - 0-3: bf16
   - {layers: "re:.*global.*", k: nvfp4, v: model}
+  - {layers: 4-7, recent_tokens: 256}  # wide rows of these layers; 0 for none
 recent_tokens: 128                     # optional, with sink_tokens and recent_dtype: rows that are wide too
 draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
 model: {name: smollm2, fingerprint: 0123456789abcdef}   # optional; other models are refused
@@ -13,7 +14,7 @@ model: {name: smollm2, fingerprint: 0123456789abcdef}   # optional; other models
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from kvant.errors import BadValue
 from kvant.kv.names import parse_format, parse_one
 from kvant.kv.request import (
     Asked,
+    AskedWide,
     KVRequest,
     MadeFor,
     Requests,
     Skip,
+    WideRule,
     parse_rule,
     parse_selectors,
     rules_for,
@@ -48,7 +51,8 @@ def read_policy(path: Path) -> Requests:
     body = dict(_mapping(document, str(path)))
     draft, made_for = body.pop("draft", {}), body.pop("model", None)
     wide = {key: body.pop(key) for key in _WIDE_KEYS if key in body}
-    target = _with_wide_rows(_section(body, str(path)), wide, str(path))
+    rows = _wide_rows(wide, str(path))
+    target = replace(_section(body, str(path), _WideRules(rows)), wide=rows)
     if made_for is not None:
         target = replace(target, made_for=(_made_for(made_for, f"{path}: model"),))
     return Requests(target, _section(draft, f"{path}: draft"))
@@ -62,21 +66,35 @@ def _made_for(body: object, where: str) -> MadeFor:
     return MadeFor(str(name), fingerprint, where)
 
 
-def _with_wide_rows(request: KVRequest, body: Mapping[str, Any], where: str) -> KVRequest:
-    """The request with the rows that are stored wide too; they are those of the target alone."""
+@dataclass(frozen=True, slots=True)
+class _WideRules:
+    """Rules may ask for wide rows. rest: of all layers, for what a rule leaves out."""
+
+    rest: AskedWide | None
+
+
+def _wide_rows(
+    body: Mapping[str, Any], where: str, rest: AskedWide | None = None
+) -> AskedWide | None:
+    """The rows that are stored wide too; they are those of the target alone. rest: of what is left out."""
     if not body:
-        return request
+        return None
     for key in ("recent_tokens", "sink_tokens"):
         number = body.get(key, 0)
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise BadValue(f"{where}: {key} {number!r}", why="it is a number of tokens")
     stored, by = body.get("recent_dtype"), f"{where}: {', '.join(body)}"
     format_ = None if stored is None else parse_format(str(stored), asked_by=by)
-    wide = ask_wide(body.get("sink_tokens"), body.get("recent_tokens"), format_, asked_by=by)
-    return replace(request, wide=wide)
+    recent, sink = body.get("recent_tokens"), body.get("sink_tokens")
+    if rest is not None and recent != 0:
+        recent = rest.recent if recent is None else recent
+        sink = rest.sink if sink is None else sink
+        format_ = rest.format if format_ is None else format_
+    return ask_wide(sink, recent, format_, asked_by=by)
 
 
-def _section(body: object, where: str) -> KVRequest:
+def _section(body: object, where: str, wide: _WideRules | None = None) -> KVRequest:
+    """wide: None where rules cannot ask for wide rows."""
     section = _mapping(body, where)
     unknown = [key for key in section if key not in _KEYS]
     if unknown:
@@ -90,12 +108,12 @@ def _section(body: object, where: str) -> KVRequest:
         skips = tuple(Skip(s, by) for s in parse_selectors(str(entry), asked_by=by))
         request = replace(request, skips=request.skips + skips)
     for number, entry in enumerate(_list(section.get("rules"), f"{where}: rules")):
-        request = request.merged(_rule(entry, f"{where}: rules[{number}]"))
+        request = request.merged(_rule(entry, f"{where}: rules[{number}]", wide))
     return request
 
 
-def _rule(entry: object, where: str) -> KVRequest:
-    """One rule: "0-3:bf16", {0-3: bf16}, or {layers: .., k: .., v: ..}."""
+def _rule(entry: object, where: str, wide: _WideRules | None) -> KVRequest:
+    """One rule: "0-3:bf16", {0-3: bf16}, or {layers: .., k: .., v: .., recent_tokens: ..}."""
     if isinstance(entry, str):
         return _target_rule(entry, where)
     rule = _mapping(entry, where)
@@ -106,14 +124,25 @@ def _rule(entry: object, where: str) -> KVRequest:
             )
         ((layers, wanted),) = rule.items()
         return _target_rule(f"{layers}:{wanted}", where)
-    unknown = [key for key in rule if key not in ("layers", "k", "v")]
-    if unknown or len(rule) < 2:
-        raise BadValue(f"{where}: {entry!r} is no rule", why="keys are layers and k, v or both")
-    k, v = (
-        parse_one(str(rule[side]), asked_by=f"{where}.{side}") if side in rule else None
-        for side in ("k", "v")
-    )
-    return rules_for(str(rule["layers"]), k, v, asked_by=where)
+    known = ("layers", "k", "v", *(() if wide is None else _WIDE_KEYS))
+    if any(key not in known for key in rule) or len(rule) < 2:
+        raise BadValue(
+            f"{where}: {entry!r} is no rule",
+            why=f"keys are {', '.join(known)}, layers and one more",
+        )
+    layers, request = str(rule["layers"]), KVRequest()
+    if "k" in rule or "v" in rule:
+        k, v = (
+            parse_one(str(rule[side]), asked_by=f"{where}.{side}") if side in rule else None
+            for side in ("k", "v")
+        )
+        request = rules_for(layers, k, v, asked_by=where)
+    rows = {key: rule[key] for key in _WIDE_KEYS if key in rule}
+    if wide is None or not rows:
+        return request
+    asked = _wide_rows(rows, where, wide.rest)
+    selectors = parse_selectors(layers, asked_by=where)
+    return replace(request, wide_rules=tuple(WideRule(one, asked, where) for one in selectors))
 
 
 def _target_rule(text: str, where: str) -> KVRequest:

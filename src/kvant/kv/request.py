@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import TypeVar
 
 from kvant.errors import BadValue, WayOut
 from kvant.kv.dtype import Follow
@@ -146,6 +147,21 @@ class AskedWide:
 
 
 @dataclass(frozen=True, slots=True)
+class WideRule:
+    """Wide rows of some layers; wide None: none. It counts instead of `KVRequest.wide`."""
+
+    selector: Selector
+    wide: AskedWide | None
+    asked_by: str
+
+    @property
+    def rows(self) -> tuple[int, int, FormatRequest] | None:
+        """What equally close rules must agree on."""
+        wide = self.wide
+        return None if wide is None else (wide.sink, wide.recent, wide.format)
+
+
+@dataclass(frozen=True, slots=True)
 class KVRequest:
     """Everything asked about one model's KV cache.
 
@@ -156,6 +172,7 @@ class KVRequest:
     format_defaults: formats may keep layers at a model's ends wide (`KVFormat.wide_ends`).
     made_for: models that policies among the sources were made for; another model is refused.
     states: global formats of states, strongest first. wide: tokens that are stored wide too, or None.
+    wide_rules: the same for some layers.
     """
 
     explicit: tuple[Asked, ...] = ()
@@ -168,6 +185,7 @@ class KVRequest:
     made_for: tuple[MadeFor, ...] = ()
     states: tuple[AskedState, ...] = ()
     wide: AskedWide | None = None
+    wide_rules: tuple[WideRule, ...] = ()
 
     def merged(self, weaker: KVRequest) -> KVRequest:
         """Return this request with a weaker source's added (flag over environment over file)."""
@@ -182,7 +200,19 @@ class KVRequest:
             made_for=self.made_for + weaker.made_for,
             states=self.states + weaker.states,
             wide=self.wide or weaker.wide,
+            wide_rules=self.wide_rules + weaker.wide_rules,
         )
+
+    @property
+    def every_wide(self) -> tuple[AskedWide, ...]:
+        """All requests for wide rows, of the model first and then of some layers."""
+        asked = (self.wide, *(rule.wide for rule in self.wide_rules))
+        return tuple(one for one in asked if one is not None)
+
+    def wide_of(self, layer: LayerGeometry, num_layers: int) -> AskedWide | None:
+        """What is asked of this layer's wide rows. BadValue if equally close rules disagree."""
+        rule = closest(self.wide_rules, layer, num_layers, lambda rule: rule.rows, "wide rows")
+        return self.wide if rule is None else rule.wide
 
     def state_rule(
         self, layer: LayerGeometry, kind: StateKind, num_layers: int
@@ -195,6 +225,9 @@ class KVRequest:
             lambda rule: rule.of_state(kind),
             f"the {kind.value} state",
         )
+
+
+_Rule = TypeVar("_Rule", LayerRule, WideRule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +325,12 @@ def _parse_sides(text: str, asked_by: str) -> dict[str, Request | None]:
 
 
 def closest(
-    rules: Sequence[LayerRule],
+    rules: Sequence[_Rule],
     layer: LayerGeometry,
     num_layers: int,
-    wanted: Callable[[LayerRule], Request | None],
+    wanted: Callable[[_Rule], object],
     what: str,
-) -> LayerRule | None:
+) -> _Rule | None:
     """The most specific of the rules that reach a layer; two equally close ones that disagree are an error.
 
     wanted: what a rule asks for. what: the stored thing, for the message.
@@ -364,6 +397,7 @@ def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None
     rules = [r for r in request.rules if r.k is not None or r.v is not None]
     asked: list[tuple[Selector, str]] = [(r.selector, r.asked_by) for r in rules]
     asked += [(s.selector, s.asked_by) for s in request.skips]
+    asked += [(r.selector, r.asked_by) for r in request.wide_rules]
     for selector, asked_by in asked:
         hit = [layer for layer in geometry.layers if selector.matches(layer, num_layers)]
         if any(layer.has_kv for layer in hit):

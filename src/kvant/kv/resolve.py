@@ -110,9 +110,10 @@ def resolve(
 
 def _without_wide(plan: KVPlan, request: KVRequest) -> tuple[str, ...]:
     """A warning where wide rows were asked for and no layer has any."""
-    if request.wide is None or any(layer.wide is not None for layer in plan.layers):
+    asked = request.every_wide
+    if not asked or any(layer.wide is not None for layer in plan.layers):
         return ()
-    return (f"{request.wide.asked_by} has no effect: no layer stores rows narrower than these",)
+    return (f"{asked[0].asked_by} has no effect: no layer stores rows narrower than these",)
 
 
 def _resolve_layer(

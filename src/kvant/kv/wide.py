@@ -20,6 +20,8 @@ from kvant.kv.spec import Choice, Scale, ScaleState, Source, WideRows
 SINK_TOKENS = 16
 """First tokens that are wide beside recent ones unless a request says otherwise: those of a usual page."""
 
+_WHICH = "wide rows are those of causal layers with keys and values of every token"
+
 
 def ask_wide(
     sink: int | None, recent: int | None, stored: FormatRequest | None, *, asked_by: str
@@ -41,27 +43,36 @@ def ask_wide(
 
 
 def check_wide(request: KVRequest, geometry: ModelGeometry, compute: ComputeDtype) -> None:
-    """Raise BadValue for wide rows that no layer of the model can have, or in a narrow format."""
-    asked = request.wide
-    if asked is None:
-        return
-    for side in (asked.format.k, asked.format.v):
-        dtype = _dtype(side, compute)
-        if dtype is None or _refused(dtype):
-            raise BadValue(
-                f"{asked.asked_by}: wide rows cannot be {side}",
-                why="they have 8 bits or more, and no scale from the checkpoint",
-                ways_out=(
-                    WayOut("store the model dtype: leave --kv-recent-dtype out"),
-                    WayOut("store 8 bits", ("--kv-recent-dtype", str(KVDtype.INT8_PER_TOKEN_HEAD))),
-                ),
-            )
-    if not any(reads_all(layer, geometry) for layer in geometry.layers):
+    """Raise BadValue for wide rows that none of the layers asked can have, or in a narrow format."""
+    for asked in request.every_wide:
+        for side in (asked.format.k, asked.format.v):
+            dtype = _dtype(side, compute)
+            if dtype is None or _refused(dtype):
+                raise BadValue(
+                    f"{asked.asked_by}: wide rows cannot be {side}",
+                    why="they have 8 bits or more, and no scale from the checkpoint",
+                    ways_out=(
+                        WayOut("store the model dtype: leave --kv-recent-dtype out"),
+                        WayOut(
+                            "store 8 bits", ("--kv-recent-dtype", str(KVDtype.INT8_PER_TOKEN_HEAD))
+                        ),
+                    ),
+                )
+    able = [layer for layer in geometry.layers if reads_all(layer, geometry)]
+    if request.wide is not None and not able:
         raise BadValue(
-            f"{asked.asked_by}: no layer of {geometry.architecture} can store wide rows",
-            why="wide rows are those of causal layers with keys and values of every token",
+            f"{request.wide.asked_by}: no layer of {geometry.architecture} can store wide rows",
+            why=_WHICH,
             ways_out=(WayOut("leave the option out"),),
         )
+    num_layers = len(geometry.layers)
+    for rule in request.wide_rules:
+        if rule.wide and not any(rule.selector.matches(layer, num_layers) for layer in able):
+            raise BadValue(
+                f"{rule.asked_by}: {rule.selector.text!r} selects no layer that can store wide rows",
+                why=_WHICH,
+                ways_out=(WayOut("leave recent_tokens out of this rule"),),
+            )
 
 
 def reads_all(layer: LayerGeometry, geometry: ModelGeometry) -> bool:
@@ -81,7 +92,7 @@ def wide_rows(
     compute: ComputeDtype,
 ) -> WideRows | None:
     """The wide rows of a layer that stores k and v; None where it has none."""
-    asked = request.wide
+    asked = request.wide_of(layer, len(geometry.layers))
     if asked is None or v is None or not reads_all(layer, geometry):
         return None
     wide_k, wide_v = _dtype(asked.format.k, compute), _dtype(asked.format.v, compute)

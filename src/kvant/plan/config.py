@@ -414,7 +414,7 @@ def _kv_requests(settings: Settings, options: PlanOptions) -> Requests:
         return found
     policy = read_policy(Path(options.kv_cache_policy))
     if settings.get("kv_recent_tokens") is not None:  # the option decides, also where it is 0
-        policy = replace(policy, target=replace(policy.target, wide=None))
+        policy = replace(policy, target=replace(policy.target, wide=None, wide_rules=()))
     return found.merged(policy)
 
 

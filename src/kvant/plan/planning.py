@@ -105,11 +105,11 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
 
 def _check_wide_rows(plan: Plan) -> None:
     """Refuses wide rows for models with recurrent states, which release no page before a sequence ends."""
-    asked = plan.request.requests.target.wide
+    asked = plan.request.requests.target.every_wide
     kv = plan.target.kv
-    if asked is not None and kv.has_wide_rows and kv.has_states:
+    if asked and kv.has_wide_rows and kv.has_states:
         raise NotServable(
-            f"{asked.asked_by} is not offered for a model with recurrent layers",
+            f"{asked[0].asked_by} is not offered for a model with recurrent layers",
             why="beside states no page is released early, so wide rows of every token would be kept",
             ways_out=(WayOut("leave the option out"),),
         )

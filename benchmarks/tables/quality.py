@@ -163,10 +163,10 @@ def tuned_for_kl(data: Any) -> Cells:
 @table("tune-wide", "smollm2-tune-wide.json")
 def tuned_with_wide_rows(data: Any) -> Cells:
     rows = data["wide_rows"]
-    policy = f"policy, --budget 4.5bits, first {rows['sink']}, last {rows['recent']}"
     wide = f", first {rows['sink']}, last {rows['recent']}"
+    named = {f"policy, --budget {bits}bits{wide}": one for bits, one in data["policies"].items()}
     uniform = {name.replace(", wide rows", wide): one for name, one in data["uniform"].items()}
-    return _tuned_rows({policy: data["policy"], **uniform})
+    return _tuned_rows(named | uniform)
 
 
 @table("tune-calibrated", "smollm2-tune-calibrated.json", "smollm2-tune.json")

@@ -26,6 +26,8 @@ from tests.attention import driver
 from tests.models import families, loading
 
 PROMPT = families.PROMPTS[-1]
+# In PROMPT, one latent is so near a tie of two fp8_e4m3 codes that another order of sums picks the other.
+WITHOUT_TIES = families.PROMPTS[2]
 FORMATS = [
     KVDtype.FLOAT16, KVDtype.BFLOAT16, KVDtype.FP8_E4M3, KVDtype.FP8_E5M2,
     KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD,
@@ -69,12 +71,12 @@ def load(path: Path, dtype: KVDtype, **options: Any) -> LoadedModel:
     return loading.load(path, plan, found, **options)
 
 
-def logits(model: LoadedModel, chunk: int) -> Tensor:
+def logits(model: LoadedModel, chunk: int, prompt: list[int] = PROMPT) -> Tensor:
     """Return the logits of every token of the prompt, read `chunk` tokens at a time."""
     made = driver.Driver(driver.pool(model.plan, 20), backend())
-    text, found = driver.Text(list(PROMPT)), []
-    while text.stored < len(PROMPT):
-        ids, call, _ = made.call([(text, min(chunk, len(PROMPT) - text.stored))])
+    text, found = driver.Text(list(prompt)), []
+    while text.stored < len(prompt):
+        ids, call, _ = made.call([(text, min(chunk, len(prompt) - text.stored))])
         found.append(model.forward(ids, call, torch.arange(len(ids))))
     return torch.cat(found)
 
@@ -87,13 +89,13 @@ def test_logits_are_those_of_transformers_over_the_stored_latents(
     theirs.set_experts_implementation("eager")
     with torch.no_grad():
         expected = theirs(
-            torch.tensor([PROMPT]), past_key_values=RoundedLatents(dtype), use_cache=True
+            torch.tensor([WITHOUT_TIES]), past_key_values=RoundedLatents(dtype), use_cache=True
         ).logits[0]
-        plain = theirs(torch.tensor([PROMPT])).logits[0]
+        plain = theirs(torch.tensor([WITHOUT_TIES])).logits[0]
     model = load(path, dtype)
     assert model.choice.name == "fused"
     for chunk in (1000, 7, 1):
-        assert families._error(logits(model, chunk), expected) < 1e-5
+        assert families._error(logits(model, chunk, WITHOUT_TIES), expected) < 1e-5
     assert families._error(plain, expected) > 1e-4  # rounding is there
 
 

@@ -97,7 +97,7 @@ def test_only_the_first_choice_reads_the_prompt() -> None:
 
 def test_one_number_is_one_answer() -> None:
     engine, _ = make_engine()
-    with pytest.raises(RequestError, match="there is one answer"):
+    with pytest.raises(RequestError, match="this call gives one answer"):
         engine.submit(PROMPT, SamplingParams(n=2))
     with pytest.raises(RequestError, match="n must be 1"):
         SamplingParams(n=2, max_tokens=0, prompt_logprobs=1)

@@ -480,8 +480,8 @@ def test_two_engines_on_one_small_directory_agree_with_the_model(tmp_path: Path)
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("llama", {"enable_prefix_caching": False}, "without the prefix cache"),
-        ("llama", {"kv_offload": "host:900TiB"}, "are not there"),
+        ("llama", {"enable_prefix_caching": False}, "needs the prefix cache"),
+        ("llama", {"kv_offload": "host:900TiB"}, "are not available"),
     ],
 )
 def test_what_is_not_offloaded_is_refused(

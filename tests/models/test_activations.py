@@ -91,7 +91,7 @@ def test_weights_without_a_declaration_take_16_bits() -> None:
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        (facts_of(), "the model's weights are numbers"),
+        (facts_of(), "the model's weights are not quantised"),
         (facts_of(INT4), "weights of int4 are multiplied with 16-bit activations"),
         (facts_of(quantization=Quantization.INT8), "weights of int8"),
         (facts_of(device=DeviceFacts(DeviceKind.CPU)), "on NVIDIA GPUs"),

@@ -118,7 +118,7 @@ def test_batch_invariant_logits_do_not_depend_on_the_batch(path: Path) -> None:
 
 
 def test_what_no_forward_runs_is_refused_with_every_reason(path: Path) -> None:
-    with pytest.raises(NotServable, match="cannot be had") as refused:
+    with pytest.raises(NotServable, match="is not available") as refused:
         load(path, KVDtype.FLOAT32, quantization=Quantization.INT8)
     assert "transformers' modules expand latents" in str(refused.value)
     assert "run without --quantization" in str(refused.value)

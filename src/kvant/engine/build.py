@@ -223,7 +223,7 @@ def _memory_for(planned: Plan) -> Iterator[None]:
     except torch.OutOfMemoryError as fault:
         less = str((planned.memory.kv_bytes or 0) // 2)
         raise DoesNotFit(
-            f"{planned.target.local.name} does not fit on this device beside its pages and steps",
+            f"{planned.target.local.name} does not fit on this device together with its pages and steps",
             why=str(fault).splitlines()[0],
             ways_out=(
                 WayOut("give the pages less", ("--kv-cache-memory", less)),

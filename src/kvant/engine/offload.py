@@ -44,7 +44,7 @@ def check_tiers(planned: Plan, config: OffloadConfig, *, is_launched: bool) -> N
         free -= (planned.weights_bytes or 0) + (planned.memory.kv_bytes or 0)
     if config.host_bytes > free:
         raise DoesNotFit(
-            f"{format_size(config.host_bytes)} of host memory are not there for evicted pages",
+            f"{format_size(config.host_bytes)} of host memory are not available for evicted pages",
             why=f"{format_size(max(0, free))} are free beside what the engine needs",
             ways_out=(WayOut("offload to less", ("--kv-offload", f"host:{max(1, free // 2)}")),),
         )

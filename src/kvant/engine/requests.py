@@ -87,7 +87,7 @@ def check_request(
     if params.thinking_token_budget not in (None, UNLIMITED) and not has_thinking:
         raise RequestError(NO_THINKING, param="thinking_token_budget")
     if params.n != 1:
-        raise RequestError(f"n is {params.n}: this way there is one answer", param="n")
+        raise RequestError(f"n is {params.n}, but this call gives one answer", param="n")
 
 
 class TokenStream(Iterator[Progress]):

@@ -69,7 +69,7 @@ def parse_one(text: str, *, asked_by: str) -> Request:
             k, v = PAIR_NAMES[name]
             raise BadValue(
                 f"{asked_by}: {name} is a format of K and another of V",
-                why="here stands the format of one of them",
+                why="this option takes the format of one side",
                 ways_out=(WayOut(f"write {k} for K, {v} for V"),),
             )
         raise UnknownName("KV cache format", text, known_names(), asked_by=asked_by)

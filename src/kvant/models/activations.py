@@ -53,7 +53,7 @@ def _decide(
         refusal = _refuse_fp8(forward, facts, asked)
         if refusal is not None:
             raise NotServable(
-                f"--weight-activations {asked.value} cannot be had here",
+                f"--weight-activations {asked.value} is not available here",
                 why=refusal,
                 ways_out=(WayOut("run without --weight-activations"),),
             )
@@ -108,7 +108,7 @@ def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations)
 
 def _refuse_weights(stored: Stored | None) -> str | None:
     if stored is None:
-        return "the model's weights are numbers, which multiply activations as they are"
+        return "the model's weights are not quantised, so activations are not rounded for them"
     for _, scheme in stored.groups:
         fmt = scheme.format
         if fmt.code is not Code.E4M3 or fmt.scale is not Scale.FLOAT32:
@@ -127,14 +127,14 @@ def _check_int8(forward: ForwardChoice, facts: ForwardFacts) -> None:
         )
     if not forward.rounds_itself:
         raise NotServable(
-            f"{flag} cannot be had here",
-            why=f"the forward {forward.name} multiplies numbers",
+            f"{flag} is not available here",
+            why=f"the forward {forward.name} multiplies unquantised weights",
             tried=[f"{one.forward}: {one.reason}" for one in forward.refused],
             ways_out=(without,),
         )
     if forward.quantization is None and forward.stored is None:
         raise NotServable(
             f"{flag} changes nothing here",
-            why="the model's weights are numbers, which multiply activations as they are",
+            why="the model's weights are not quantised, so activations are not rounded for them",
             ways_out=(WayOut("round the weights too", ("--quantization", "int8")), without),
         )

@@ -31,6 +31,6 @@ def check_finite(path: Path, module: nn.Module) -> None:
         shown = ", ".join(broken[:_MOST_NAMED]) + (", .." if len(broken) > _MOST_NAMED else "")
         raise BadCheckpoint(
             f"{path}: {len(broken)} of the model's weights hold NaN or infinite numbers: {shown}",
-            why="every answer would be no numbers either; the files are damaged, or were converted "
-            "beyond the range of their dtype",
+            why="every logit would be NaN; the files are damaged, or a conversion exceeded the range "
+            "of their dtype",
         )

@@ -36,7 +36,7 @@ def read_rounding(directory: Path, plan: KVPlan) -> dict[int, npt.NDArray[np.flo
         entry = header.tensors.get(tensor.name)
         if entry is None or entry.shape != tensor.shape:
             raise BadCheckpoint(
-                f"{tensor.name} in {path} changed", why="it is not as it was planned"
+                f"{tensor.name} in {path} changed", why="its shape differs from the plan"
             )
         count = math.prod(entry.shape)
         values = np.frombuffer(data, "<f4", count, entry.begin).reshape(entry.shape).copy()

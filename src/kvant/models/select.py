@@ -65,7 +65,7 @@ def _matrices(info: ForwardInfo, facts: ForwardFacts) -> ComputeDtype | None:
 def _nothing_runs(facts: ForwardFacts, refused: list[Refused]) -> NotServable:
     name, ways = facts.geometry.architecture, []
     if facts.quantization is not None:
-        what = f"--quantization {facts.quantization.value} cannot be had for {name}"
+        what = f"--quantization {facts.quantization.value} is not available for {name}"
         ways.append(WayOut("run without --quantization"))
     elif not facts.batch_invariant:
         what = f"{name} cannot run with the weights of this checkpoint"

@@ -149,20 +149,20 @@ def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limit
     if request.offload is None:
         if request.transfer is not None:
             raise BadValue(
-                "--kv-transfer cannot be had without --kv-offload",
+                "--kv-transfer needs --kv-offload",
                 why="pages pass from engine to engine through host memory",
                 ways_out=(WayOut("give it some", ("--kv-offload", "host:8GiB")),),
             )
         return
     if not request.prefix_caching:
         raise BadValue(
-            "--kv-offload cannot be had without the prefix cache",
+            "--kv-offload needs the prefix cache",
             why="it keeps the pages that the prefix cache has no room for",
             ways_out=(WayOut("leave out one of --kv-offload and --no-enable-prefix-caching"),),
         )
     if geometry.has_states and not limits.state_slots:
         raise BadValue(
-            f"--kv-offload cannot be had for {request.model} without kept states",
+            f"--kv-offload is not available for {request.model} without kept states",
             why="a prefix continues from a state of its layers, and --state-cache-memory holds none",
             ways_out=(WayOut("leave out --state-cache-memory"),),
         )

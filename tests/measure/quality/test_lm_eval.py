@@ -41,7 +41,7 @@ def test_without_lm_eval_the_error_says_how_to_get_it(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("sys.executable", str(tmp_path / "python"))
-    with pytest.raises(BadValue, match="lm-eval is not there") as caught:
+    with pytest.raises(BadValue, match="lm-eval was not found") as caught:
         find_command(None)
     assert any("pip install" in str(way) for way in caught.value.ways_out)
     (tmp_path / "lm_eval").touch(mode=0o755)

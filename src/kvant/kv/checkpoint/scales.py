@@ -198,7 +198,8 @@ def read_scale_values(directory: Path, plan: KVPlan) -> dict[tuple[int, Side], t
             entry = header.tensors.get(tensor.name)
             if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, tensor.shape):
                 raise BadCheckpoint(
-                    f"{tensor.name} in {path} changed", why="it is not what was there when planning"
+                    f"{tensor.name} in {path} changed",
+                    why="its dtype or shape differs from the plan",
                 )
             raw = _read(path, entry)
             _refuse_no_scale(raw, tensor.name, path)

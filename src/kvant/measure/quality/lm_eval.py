@@ -53,7 +53,7 @@ def find_command(given: Path | None) -> Path:
     found = given or (beside if beside.is_file() else shutil.which("lm_eval"))
     if found is None or not Path(found).is_file():
         raise BadValue(
-            f"lm-eval is not there{f': {given}' if given else ''}",
+            f"lm-eval was not found{f': {given}' if given else ''}",
             why="--tasks runs the command lm_eval, which has many packages of its own",
             ways_out=(
                 WayOut('install it: pip install "lm-eval[api]", best in an environment of its own'),

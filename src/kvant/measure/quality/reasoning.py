@@ -156,7 +156,7 @@ class Reasoning:
         if longest is not None and needed > longest:
             room = longest - needed + self.sampling.answer_tokens
             raise BadValue(
-                f"--answer-tokens {self.sampling.answer_tokens} do not fit behind the longest problem",
+                f"--answer-tokens {self.sampling.answer_tokens} do not fit after the longest problem",
                 why=f"the model's positions end at {longest}",
                 ways_out=(WayOut("take shorter answers", ("--answer-tokens", str(max(1, room)))),),
             )

@@ -89,7 +89,7 @@ def check_numbers(products: Sequence[Any], name: str) -> None:
     """Raises EngineFault if a layer is not an unquantised `nn.Linear`."""
     if any(type(product) is not nn.Linear for product in products):
         raise EngineFault(
-            f"{name} is to run in Kvant's own decoder, but its weights are no numbers"
+            f"{name} is planned for Kvant's own decoder, but its weights are in a format of transformers"
         )
 
 

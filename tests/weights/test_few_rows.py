@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvant.weights.codecs import decode, encode
-from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda import few_rows, shared_rows, wide_rows
 from kvant.weights.cuda.few_rows import MOST_ROWS, Act, Warps, token_tiles
 from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import (
@@ -114,3 +114,41 @@ def test_rows_that_warps_share(fmt: WeightFormat) -> None:
         made = shared_rows.multiply(x, weight, None, Shares(2, 4, 3, 3), Act.SILU).double()
         wanted = torch.nn.functional.silu(gate) * up
         assert (made - wanted).norm() < 1.5e-2 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.summary.replace(" ", "-"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_by_wide_instructions(fmt: WeightFormat, dtype: torch.dtype) -> None:
+    served = few_rows.serves(fmt, 512, 1280) and wide_rows.reads(fmt, 512, 1280, dtype)
+    if not served:
+        pytest.skip("other kernels take it")
+    torch.manual_seed(0)
+    weight = encode(torch.randn(512, 1280, device="cuda") * 0.03, fmt)
+    numbers = decode(weight, torch.float64)
+    norm, eps = torch.randn(512, device="cuda").to(dtype), 1e-6
+    summed = wide_rows.Around(added=True, weighted=True)
+    for tokens in (2, 9, 32, 64):
+        x = torch.randn(tokens, 1280, device="cuda").to(dtype)
+        residual = torch.randn(tokens, 512, device="cuda").to(dtype)
+        expected = x.double() @ numbers.T
+        for cut in (wide_rows.Cut(1, 8, 2, 4, 3), wide_rows.Cut(1, 4, 3, 2, 1, deep=4)):
+            found = wide_rows.multiply(x, weight, None, cut).out
+            assert (found.double() - expected).norm() < 6e-3 * expected.norm()
+            beside = wide_rows.Beside(residual=residual, norm_weight=norm)
+            total = wide_rows.multiply(x, weight, None, cut, summed, beside)
+            wanted = expected + residual.double()
+            assert (total.out.double() - wanted).norm() < 6e-3 * wanted.norm()
+            assert total.squares is not None
+            squares = total.out.double().square().sum(1)
+            torch.testing.assert_close(total.squares.double().sum(0)[:tokens], squares)
+            for _ in range(5):
+                assert torch.equal(wide_rows.multiply(x, weight, None, cut).out, found)
+            behind = wide_rows.Beside(squares=torch.rand(3, 64, device="cuda") * 400, eps=eps)
+            gated = wide_rows.Around(norm=True, act=Act.SILU)
+            made = wide_rows.multiply(x, weight, None, cut, gated, behind).out.double()
+            assert behind.squares is not None
+            mean = behind.squares.double().sum(0)[:tokens] / 1280
+            gate, up = (expected * torch.rsqrt(mean + eps)[:, None]).chunk(2, -1)
+            wanted = torch.nn.functional.silu(gate) * up
+            assert (made - wanted).norm() < 1.5e-2 * wanted.norm()

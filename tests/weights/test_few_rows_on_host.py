@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvant.weights.codecs import NarrowStack, NarrowWeight, decode, encode, encode_stack
+from kvant.weights.cuda import wide_rows
 from kvant.weights.cuda.few_rows import NOTHING, PLAIN, Act, Beside, Kind, Pairs, Warps
 from kvant.weights.cuda.shared_rows import Shares
+from kvant.weights.cuda.wide_rows import Around, Cut
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -26,7 +28,7 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
-from tests.weights.host.run import multiply, multiply_shared
+from tests.weights.host.run import multiply, multiply_shared, multiply_wide
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 INT4 = int4_groups(128)
@@ -93,11 +95,6 @@ def test_rows(
         pytest.param(INT8_CHANNEL, 10, Shares(4, 1, 2, 5), marks=slow),
         pytest.param(INT4, 17, Shares(1, 2, 4, 2), marks=slow),
         (ZEROS, 9, Shares(2, 2, 3, 2)),
-        (ZEROS, 33, Shares(1, 4, 3, 2, laid=True)),
-        pytest.param(FP8_CHANNEL, 13, Shares(2, 4, 3, 2, laid=True), marks=slow),
-        pytest.param(FP8_CHANNEL, 20, Shares(1, 8, 3, 1, laid=True), marks=slow),
-        pytest.param(FP8_BLOCK, 5, Shares(2, 4, 3, 1, laid=True), marks=slow),
-        pytest.param(INT8_CHANNEL, 12, Shares(2, 4, 2, 1, laid=True), marks=slow),
         pytest.param(MXFP4, 20, Shares(2, 1, 3, 2), marks=slow),
     ],
 )
@@ -117,6 +114,71 @@ def test_rows_that_warps_share(
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
     close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "tokens", "cut"),
+    [
+        (FP8_CHANNEL, 13, Cut(1, 4, 3, 2, 2)),
+        (ZEROS, 33, Cut(1, 4, 2, 3, 1, deep=4)),
+        pytest.param(INT4, 5, Cut(1, 4, 3, 2, 1, deep=1), marks=slow),
+        pytest.param(FP8_BLOCK, 20, Cut(2, 4, 2, 2, 1), marks=slow),
+        pytest.param(INT8_CHANNEL, 20, Cut(1, 8, 3, 2, 3), marks=slow),
+        pytest.param(int8_groups(128), 9, Cut(1, 4, 3, 2, 2), marks=slow),
+        pytest.param(FP8_CHANNEL, 8, Cut(4, 4, 2, 2, 1, deep=1), marks=slow),
+    ],
+)
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+def test_rows_by_wide_instructions(
+    fmt: WeightFormat, tokens: int, cut: Cut, gated: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    rows, columns = (256, 640) if gated and fmt == FP8_BLOCK else (144, 640)
+    weight = encode(torch.randn(rows, columns) * columns**-0.5, fmt)
+    x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
+    around = Around(act=Act.SILU if gated else None)
+    found = multiply_wide(tmp_path, x, weight, bias, cut, around, wide_rows.NOTHING).out
+    expected = x.double() @ exact(weight).T + bias.double()
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "tokens", "plus"),
+    [
+        (FP8_CHANNEL, 11, False),
+        pytest.param(ZEROS, 33, True, marks=slow),
+        pytest.param(INT8_CHANNEL, 3, True, marks=slow),
+    ],
+)
+def test_products_of_several_rows_fold_what_lies_between_them(
+    fmt: WeightFormat, tokens: int, plus: bool, tmp_path: Path
+) -> None:
+    """The sum with the residual, and gates and ups of its norm."""
+    dtype, eps = torch.bfloat16, 1e-6
+    first, both = (
+        encode(torch.randn(rows, columns) * columns**-0.5, fmt)
+        for rows, columns in ((256, 640), (144, 256))
+    )
+    x, residual = torch.randn(tokens, 640).to(dtype), torch.randn(tokens, 256).to(dtype)
+    norm = torch.randn(256).to(dtype)
+    around = Around(added=True, weighted=True, plus=plus)
+    beside = wide_rows.Beside(residual=residual, norm_weight=norm)
+    total = multiply_wide(tmp_path, x, first, None, Cut(1, 4, 3, 2, 2), around, beside)
+    close(total.out, x.double() @ exact(first).T + residual.double())
+    assert total.squares is not None
+    assert total.weighted is not None
+    wide, factor = total.out.double(), norm.double() + plus
+    close(total.weighted, wide * factor)
+    torch.testing.assert_close(total.squares.double().sum(0)[:tokens], wide.square().sum(1))
+    around = Around(norm=True, act=Act.SILU)
+    beside = wide_rows.Beside(squares=total.squares, eps=eps)
+    inner = multiply_wide(tmp_path, total.weighted, both, None, Cut(1, 4, 2, 2, 1), around, beside)
+    normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * factor
+    gate, up = (normed @ exact(both).T).chunk(2, -1)
+    close(inner.out, F.silu(gate) * up)
 
 
 @pytest.mark.parametrize(

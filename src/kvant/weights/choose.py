@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kvant.kernels.triton.device import has_ptx, multiprocessors
 from kvant.weights.codecs import NarrowWeight, decode, encode
-from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda import few_rows, shared_rows, wide_rows
 from kvant.weights.cuda.few_rows import Act, Warps
 from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
@@ -37,6 +37,12 @@ _MOST_APART = 8
 
 _MANY = 16384
 """Rows of a weight that give every multiprocessor work without splitting its columns."""
+
+MOST_FOLDED = 32
+"""Maximum rows of x whose norms and residuals are folded into products: more were not measured on a GPU."""
+
+_FEW_OUTPUTS = 4096
+"""Most rows of a weight that few programs take; its columns are split among more of them."""
 
 LISTED = Warps(2, 2, 2)
 """The cut of `few_rows` for experts with lists of pairs.
@@ -140,11 +146,9 @@ def _few(
 ) -> Tensor:
     """Multiplies up to 64 rows by the CUDA kernels. act: activation of gated rows, None for plain ones."""
     tokens, fmt = x.shape[0], weight.format
-    wide = (
-        laid(fmt, few_rows.token_tiles(tokens), *weight.shape, processors) if tokens > 1 else None
-    )
-    if wide is not None:
-        return shared_rows.multiply(x, weight, bias, wide, act)
+    if takes_wide(fmt, tokens, *weight.shape, x.dtype):
+        around = wide_rows.Around(act=act)
+        return multiply_wide(x, weight, bias, around, wide_rows.NOTHING).out
     if shares_rows(fmt, tokens, *weight.shape, x.dtype):
         shared = shares(fmt, *weight.shape, processors)
         return shared_rows.multiply(x, weight, bias, shared, act)
@@ -154,6 +158,24 @@ def _few(
     return few_rows.multiply(x, weight, bias, cut, kind)
 
 
+def multiply_wide(
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    around: wide_rows.Around,
+    beside: wide_rows.Beside,
+) -> wide_rows.Found:
+    """Multiplies x [T, columns], contiguous, for a T that `takes_wide`, with other operations folded in."""
+    tiles, processors = few_rows.token_tiles(len(x)), multiprocessors(x.device)
+    cut = wide_cut(weight.format, tiles, *weight.shape, processors, around)
+    return wide_rows.multiply(x, weight, bias, cut, around, beside)
+
+
+def takes_wide(fmt: WeightFormat, tokens: int, rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Whether `wide_rows` is the kernel for this number of rows of x."""
+    return 1 < tokens <= few_rows.MOST_ROWS and wide_rows.reads(fmt, rows, columns, dtype)
+
+
 def begin(
     weight: NarrowWeight,
     dtype: torch.dtype,
@@ -161,10 +183,12 @@ def begin(
     bias: bool,
     act: Act | None = None,
     one: few_rows.Kind | None = None,
+    around: wide_rows.Around | None = None,
 ) -> None:
     """Starts compiling this weight's kernels for up to 64 rows in other threads, if CUDA C++ serves it.
 
-    act: activation of gated products. one: operations folded into the product of a single row.
+    act: activation of gated products. one, around: operations folded into products of a single row, and of
+    several rows.
     """
     fmt, (rows, columns) = weight.format, weight.shape
     if not few_rows.serves(fmt, rows, columns, dtype):
@@ -174,9 +198,12 @@ def begin(
     processors = multiprocessors(weight.device)
     for tokens in (2, 9, 17, 33):
         tiles = few_rows.token_tiles(tokens)
-        wide = laid(fmt, tiles, rows, columns, processors)
-        if wide is not None:
-            shared_rows.begin(fmt, tiles, dtype, shared_rows.compiled_as(wide), act, bias=bias)
+        if takes_wide(fmt, tokens, rows, columns, dtype):
+            folded = wide_rows.Around(act=act)
+            if around is not None and tokens <= MOST_FOLDED:
+                folded = around
+            wide = wide_cut(fmt, tiles, rows, columns, processors, folded)
+            wide_rows.begin(fmt, tiles, dtype, wide_rows.compiled_as(wide), folded, bias=bias)
         elif shares_rows(fmt, tokens, rows, columns, dtype):
             cut = shared_rows.compiled_as(shares(fmt, rows, columns, processors))
             shared_rows.begin(fmt, tiles, dtype, cut, act, bias=bias)
@@ -198,30 +225,29 @@ def shares_rows(
 
 
 @cache
-def laid(fmt: WeightFormat, tiles: int, rows: int, columns: int, processors: int) -> Shares | None:
-    """Returns the cut of `shared_rows` with `wgmma` for `tiles` tiles of 8 rows of x; None if it is slower.
+def wide_cut(
+    fmt: WeightFormat,
+    tiles: int,
+    rows: int,
+    columns: int,
+    processors: int,
+    around: wide_rows.Around = wide_rows.PLAIN,
+) -> wide_rows.Cut:
+    """Returns the cut of `wide_rows` for `tiles` tiles of 8 rows of x, as measured with Qwen3-8B on an H200.
 
-    Measured on an H200 for products of Qwen3-8B with 8, 16, 32 and 64 rows.
+    One program, or two small ones, run on each multiprocessor. The more rows of the weight a program takes,
+    the fewer programs fetch the same rows of x.
     """
-    if fmt.code is Code.E2M1 or not shared_rows.reads(fmt, rows, columns, torch.bfloat16):
-        return None
-    narrow, many, deep = fmt.code.bits == 4, rows >= _MANY, columns > 8192
-    each = 2 if tiles == 8 or (narrow and not many and tiles == 4) else 3
-    if (narrow and tiles > 1 and many) or (many and tiles == 8):
-        shape = 2, 4, 3
-    elif narrow and tiles == 1:
-        if not deep:
-            return None
-        shape = 2, 4, 3
-    elif tiles < 8 and not many and not deep and (narrow or (rows <= 4096 and tiles == 4)):
-        return None
-    else:
-        shape = 1, 4, 6 if tiles <= 2 or (narrow and tiles == 4) else 4
-    height, warps, stages = shape
-    stripes, blocks = -(-rows // (16 * height * warps)), columns // few_rows.BLOCK
-    return Shares(
-        height, warps, stages, max(1, min(each * processors // stripes, blocks // 8)), laid=True
-    )
+    deep = 4 if fmt.code.bits == 4 and tiles < 8 else 2
+    groups = -(-columns // (few_rows.BLOCK * deep))
+    warps, resident = 8, 1
+    if tiles < 8 and rows > _FEW_OUTPUTS and not around.weighted:
+        warps = 12
+    elif tiles < 8 and rows <= _FEW_OUTPUTS and (fmt.code.bits == 4 or columns <= 8192):
+        warps, resident = 4, 2
+    stripes = -(-rows // (16 * warps))
+    parts = max(1, min(resident * processors // stripes, groups // 2))
+    return wide_rows.Cut(1, warps, 2, 4, parts, deep, resident)
 
 
 @cache
@@ -271,6 +297,13 @@ def warps_of_one(fmt: WeightFormat, columns: int, rows: int = 0, weights: int = 
     narrow = fmt.code.bits == 4
     if narrow and rows >= _MANY and blocks >= 16:
         return Warps(2, 4, 4)
+    if rows > 0 and weights == 1 and blocks >= 32 and not few_rows.is_grouped(fmt):
+        if narrow:
+            return Warps(2, 8, 4 if rows <= _FEW_OUTPUTS else 2)
+        if rows >= _MANY:
+            return Warps(2, 8, 2)
+        if rows <= _FEW_OUTPUTS:
+            return Warps(2, 16, 2) if columns <= 8192 else Warps(1, 8, 4)
     if narrow and 0 < rows <= 4096 and weights == 1 and blocks >= 32:
         return Warps(2, 16, 2)
     many = weights > 1 or columns > 8192 or (rows >= _MANY and not narrow)

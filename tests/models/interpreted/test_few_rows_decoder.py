@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.reference.backend import backend
+from kvant.models.fused import few_rows_decoder
 from kvant.models.fused.decoder import fuse
+from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows_decoder import FewRowsDecoder
+from kvant.models.fused.layers import Layer
+from kvant.models.fused.linear import DenseLinear, Linear, NarrowProduct
 from kvant.models.geometry import read_geometry
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.recurrent import delta_layer, mixers
+from kvant.weights.codecs import NarrowWeight, decode, encode
+from kvant.weights.cuda.wide_rows import Around, Beside, Found
+from kvant.weights.format import INT8_CHANNEL
 from tests.attention import driver
 from tests.models import families, loading, tiny
 
@@ -43,6 +51,72 @@ def test_logits_and_hidden_states_are_those_of_the_fused_forward(
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     for mine, theirs in zip(others, taps, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def _multiplied(
+    x: torch.Tensor,
+    weight: NarrowWeight,
+    bias: torch.Tensor | None,
+    around: Around,
+    beside: Beside,
+) -> Found:
+    """The definition of `choose.multiply_wide`, with sums of squares in three stripes."""
+    assert bias is None
+    out = x.double() @ decode(weight, torch.float64).T
+    if around.norm:
+        assert beside.squares is not None
+        total = beside.squares.double().sum(0)[: len(x)] / x.shape[1]
+        out *= torch.rsqrt(total + beside.eps)[:, None]
+    if around.act is not None:
+        gate, up = out.chunk(2, -1)
+        out = torch.nn.functional.silu(gate) * up
+    if not around.added:
+        return Found(out.float())
+    assert beside.residual is not None
+    assert beside.norm_weight is not None
+    out += beside.residual
+    squares = torch.full((3, 64), torch.nan)
+    squares[:, : len(x)] = out.square().sum(1).float() / 3
+    return Found(out.float(), (out * beside.norm_weight).float(), squares)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests of the engine compare on a GPU")
+def test_norms_are_folded_between_narrow_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    path = tiny.build("qwen3", tmp_path, num_hidden_layers=2, vocab_size=tiny.VOCAB, **sizes)
+    geometry = tiny.geometry("qwen3", **sizes)
+    model = loading.load(path, driver.plan(geometry.layers), geometry, only=MODULES)
+    fused = fuse(model._module, model.plan)
+
+    def narrow(linear: Linear) -> Linear:
+        assert isinstance(linear, DenseLinear)
+        return NarrowProduct(encode(linear.weight.detach(), INT8_CHANNEL), linear.bias)
+
+    layers: list[Layer] = []
+    for layer in fused.model.layers:
+        assert isinstance(layer, Layer)
+        forward = layer.feed_forward
+        assert isinstance(forward, Dense)
+        forward = replace(forward, up=narrow(forward.up), down=narrow(forward.down))
+        qkv, output = narrow(layer.qkv), narrow(layer.output)
+        layers.append(replace(layer, qkv=qkv, output=output, feed_forward=forward))
+    fused.model = replace(fused.model, layers=tuple(layers))
+    monkeypatch.setattr(few_rows_decoder, "few_serves", lambda *_: True)
+    monkeypatch.setattr(few_rows_decoder, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(few_rows_decoder, "multiply_wide", _multiplied)
+    few = FewRowsDecoder(fused)
+    assert few._folds_narrow
+    assert not few._folds
+    found = []
+    with torch.no_grad():
+        for forward in (fused, few):
+            made = driver.Driver(driver.pool(model.plan, 8), backend())
+            ids, call, last = made.call([(driver.Text([3 + i for i in range(7)]), 7)])
+            found.append(forward.run(ids, call, last, [0]))
+    torch.testing.assert_close(found[1][0], found[0][0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[1][1][0], found[0][1][0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests of the engine compare on a GPU")

@@ -1,4 +1,4 @@
-// Runs few_rows.cu or shared_rows.cu (SHARED_ROWS) on a CPU: threads of a program are fibers that take turns at barriers. It checks the
+// Runs few_rows.cu, shared_rows.cu (SHARED_ROWS) or wide_rows.cu (WIDE_ROWS) on a CPU: threads of a program are fibers that take turns at barriers. It checks the
 // alignment and the range of every copy. The macros of the kernel and SOURCE, its path, come from the compiler.
 
 #include <ucontext.h>
@@ -15,7 +15,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(n)
+#define __launch_bounds__(...)
 #define SHARED static
 using std::max;
 using std::min;
@@ -65,6 +65,7 @@ static void copy4(void* to, const void* from) { copy(to, from, 4, 4); }
 static void commit() {}
 #define WAIT_GROUP(n)
 static void launch_next() {}
+static void fetch_ahead(const void*) {}
 static void wait_before() {}
 
 static void __threadfence() {}
@@ -146,14 +147,29 @@ static void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
     __syncwarp();
 }
 
-#if LAID
+// mbarrier: how many arrivals a phase takes, how many it waits for, and the parity of the phase.
+static void set_barrier(unsigned long long* at, uint32_t count) { *at = (uint64_t)count << 32 | (uint64_t)count << 8; }
+static void arrive(unsigned long long* at) {
+    uint64_t count = *at >> 32, left = *at >> 8 & 0xffffff, parity = *at & 1;
+    if (--left == 0) {
+        left = count;
+        parity ^= 1;
+    }
+    *at = count << 32 | left << 8 | parity;
+}
+static void wait_turn(unsigned long long* at, uint32_t parity) {
+    while ((*at & 1) == parity) swapcontext(&fibers[running], &scheduler);
+}
+static void stores_are_visible() {}
+
+#if WIDE_ROWS
 // wgmma: a warp's 16 of 64 rows. Columns of x lie in rows of 128 bytes, whose pieces of 16 bytes are swizzled.
-static void copies_are_visible() {}
 static void begin_wide() {}
 static void commit_wide() {}
-static void wait_wide() {}
-typedef uint64_t Place;
+template <int PENDING = 0> static void wait_wide() {}
+typedef unsigned long long Place;
 static Place place_of(const uint8_t* at) { return (Place)at; }
+static Place beside_place(Place place, uint32_t bytes) { return place + bytes; }
 static void multiply_wide(float (&c)[NT][4], const uint32_t (&a)[4], Place x, int more) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     auto& all = exchanged[warp];
@@ -185,12 +201,23 @@ static void multiply_wide(float (&c)[NT][4], const uint32_t (&a)[4], Place x, in
 static float operand(uint16_t bits) { return OPERAND_BFLOAT16 ? from_bfloat16(bits) : from_half(bits); }
 static uint16_t to_operand(float f) { return OPERAND_BFLOAT16 ? to_bfloat16(f) : to_half(f); }
 
-#if SHARED_ROWS
+#if WIDE_ROWS
+struct Given {
+    const u8 *weight, *scales, *zeros;
+    const u16 *x, *bias;
+    const float* squares;
+    const u16 *residual, *norm_weight;
+    u16 *out, *weighted;
+    float *out_squares, *partial;
+    int* arrived;
+    int tokens, N, K, scale_stride, stripes;
+    float eps;
+};
+#elif SHARED_ROWS
 struct Given {
     const u8 *weight, *scales, *zeros;
     const u16 *x, *bias;
     u16* out;
-    const float* unscale;
     float* partial;
     int* arrived;
     int tokens, N, K, scale_stride;
@@ -210,8 +237,11 @@ static Given given;
 
 static void body() {
     const Given& v = given;
-#if SHARED_ROWS
-    shared_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.out, v.unscale, v.partial, v.arrived, v.tokens, v.N, v.K,
+#if WIDE_ROWS
+    wide_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.squares, v.residual, v.norm_weight, v.out, v.weighted,
+              v.out_squares, v.partial, v.arrived, v.tokens, v.N, v.K, v.scale_stride, v.stripes, v.eps);
+#elif SHARED_ROWS
+    shared_rows(v.weight, v.scales, v.zeros, v.x, v.bias, v.out, v.partial, v.arrived, v.tokens, v.N, v.K,
                 v.scale_stride);
 #else
     few_rows(v.weight, v.scales, v.zeros, v.factors, v.x, v.bias, v.norm_weight, v.residual, v.out, v.lists, v.counts,
@@ -236,7 +266,7 @@ extern "C" void run(const Given* values, int across, int down, int shared_bytes,
             memory.assign(shared_bytes + 1056, 0xff);
             done.assign(num_threads, 0);
             whole = Barrier();
-            warps.assign(WARPS, Barrier());
+            warps.assign(THREADS / 32, Barrier());
             for (int i = 0; i < num_threads; i++) {
                 getcontext(&fibers[i]);
                 fibers[i].uc_stack.ss_sp = stacks.data() + STACK * i;

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvant.weights.codecs import NarrowWeight
-from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda import few_rows, shared_rows, wide_rows
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Warps
-from kvant.weights.cuda.shared_rows import Laid, Shares
+from kvant.weights.cuda.shared_rows import Shares
 
 HERE = Path(__file__).parent
 SOURCES = Path(few_rows.__file__).parent
@@ -58,13 +58,11 @@ def multiply_shared(
 ) -> Tensor:
     """`shared_rows.multiply` on this CPU."""
     arrived = torch.zeros(64, dtype=torch.int32)
-    laid = lay(x, weight) if cut.laid else None
-    call = shared_rows.arranged(x, weight, bias, cut, act, arrived, laid)
+    call = shared_rows.arranged(x, weight, bias, cut, act, arrived)
     macros = shared_rows.defines(
         weight.format, few_rows.token_tiles(len(x)), x.dtype, cut, act, bias=bias is not None
     )
-    given = x if laid is None else laid.numbers
-    tensors = [weight.codes, weight.scales, given]
+    tensors = [weight.codes, weight.scales, x]
     tensors += [] if weight.zeros is None else [weight.zeros]
     library = _compiled(directory, "shared_rows", macros)
     shared = shared_rows.shared_bytes(macros)
@@ -73,23 +71,27 @@ def multiply_shared(
     return call.out
 
 
-def lay(x: Tensor, weight: NarrowWeight) -> Laid:
-    """`lay_rows` in torch."""
-    tokens = len(x)
-    most = x.float().abs().amax(1)
-    scale = torch.exp2(14 - torch.floor(torch.log2(most)))
-    numbers = (x.float() * scale[:, None]).half()
-    if weight.format.code.bits == 4:
-        numbers = numbers.view(tokens, -1, 4)[..., [0, 2, 1, 3]].reshape(tokens, -1)
-    # A lane's 16 neighbours: steps of an instruction, halves of a step, numbers of a register.
-    ordered = numbers.view(tokens, -1, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
-    rows = ordered.reshape(tokens, -1, 64).contiguous()
-    pieces = rows.view(torch.uint8).view(tokens, -1, 8, 16)
-    room = 8 * few_rows.token_tiles(tokens)
-    image = torch.zeros(pieces.shape[1], room, 8, 16, dtype=torch.uint8)
-    for token in range(tokens):
-        image[:, token, torch.arange(8) ^ token % 8] = pieces[token]
-    return Laid(image.view(-1), 1 / scale)
+def multiply_wide(
+    directory: Path,
+    x: Tensor,
+    weight: NarrowWeight,
+    bias: Tensor | None,
+    cut: wide_rows.Cut,
+    around: wide_rows.Around,
+    beside: wide_rows.Beside,
+) -> wide_rows.Found:
+    """`wide_rows.multiply` on this CPU."""
+    arrived = torch.zeros(64, dtype=torch.int32)
+    call = wide_rows.arranged(x, weight, bias, cut, arrived, around, beside)
+    macros = wide_rows.defines(
+        weight.format, few_rows.token_tiles(len(x)), x.dtype, cut, around, bias=bias is not None
+    )
+    library = _compiled(directory, "wide_rows", macros)
+    shared = wide_rows.shared_bytes(macros)
+    tensors = weight.tensors
+    _run(library, wide_rows.ARGUMENTS, call.values, call.programs, shared, tensors)
+    assert not arrived.any()
+    return call.found
 
 
 def _compiled(directory: Path, name: str, macros: Mapping[str, int | str]) -> Path:
@@ -99,7 +101,10 @@ def _compiled(directory: Path, name: str, macros: Mapping[str, int | str]) -> Pa
     )
     source.write_text((SOURCES / "decode.cuh").read_text() + (SOURCES / f"{name}.cu").read_text())
     defines = [f"-D{key}={value}" for key, value in macros.items()]
-    defines += [f'-DSOURCE="{source}"', f"-DSHARED_ROWS={int(name == 'shared_rows')}"]
+    defines += [
+        f'-DSOURCE="{source}"',
+        *(f"-D{one.upper()}={int(name == one)}" for one in ("shared_rows", "wide_rows")),
+    ]
     command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *defines]
     subprocess.run([*command, str(HERE / "few_rows_host.cpp"), "-o", str(library)], check=True)
     return library

@@ -30,8 +30,17 @@ from kvant.models.fused.triton_experts import TritonExperts, is_single
 from kvant.models.recurrent.hook import run_framed
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group
-from kvant.weights.choose import begin, few_serves, multiply_gated, warps_of_one
+from kvant.weights.choose import (
+    MOST_FOLDED,
+    begin,
+    few_serves,
+    multiply_gated,
+    multiply_wide,
+    takes_wide,
+    warps_of_one,
+)
 from kvant.weights.cuda import few_rows as cuda
+from kvant.weights.cuda import wide_rows
 from kvant.weights.cuda.few_rows import Act, Beside, Kind
 from kvant.weights.rounding import Rows
 
@@ -70,7 +79,14 @@ class FewRowsDecoder:
             can_fold and all(_folds(layer, owned, one=one) for layer in model.layers)
             for owned in (is_own, _is_own_for_one)
         )
-        self._one = OneRow(self._few, eps, one=one)
+        # Several tokens with narrow weights were measured in models whose layers are all of this kind.
+        self._folds_narrow = can_fold and all(
+            isinstance(layer, Layer)
+            and isinstance(layer.feed_forward, Dense)
+            and _folds(layer, _is_own_for_few, one=one)
+            for layer in model.layers
+        )
+        self._folded = FoldedProducts(self._few, eps, one=one)
         for layer in model.layers:
             if isinstance(layer, Layer):
                 self._begin(layer, one=one)
@@ -79,8 +95,10 @@ class FewRowsDecoder:
         """Starts compiling the kernels of narrow weights in other threads."""
         normed = Kind(one=True, norm=True, plus=one) if self._folds_one else None
         added = Kind(one=True, added=True) if self._folds_one else None
-        _begin(layer.qkv, normed)
-        _begin(layer.output, added)
+        behind = wide_rows.Around(norm=True) if self._folds_narrow else None
+        summed = wide_rows.Around(added=True, weighted=True, plus=one) if behind else None
+        _begin(layer.qkv, normed, behind)
+        _begin(layer.output, added, summed)
         forward = layer.feed_forward
         if isinstance(forward, Experts):
             self._experts.begin(forward, self._fused.model.embedding.dtype, added=self._folds_one)
@@ -88,8 +106,10 @@ class FewRowsDecoder:
         act = _ACTS.get(forward.activation) if isinstance(forward.activation, Activation) else None
         if act is not None and normed is not None:
             normed = replace(normed, gated=True, act=act)
-        _begin(forward.up, normed, act)
-        _begin(forward.down, added)
+        if act is not None and behind is not None:
+            behind = replace(behind, act=act)
+        _begin(forward.up, normed, behind, act)
+        _begin(forward.down, added, summed)
 
     @property
     def extra_bytes(self) -> int:
@@ -116,7 +136,9 @@ class FewRowsDecoder:
         """
         if not len(logits_index) <= len(input_ids) <= self._few.most_tokens:
             return self._fused.run(input_ids, call, logits_index, layers)
-        if self._folds or (self._folds_one and len(input_ids) == 1):
+        tokens = len(input_ids)
+        narrow = self._folds_narrow and tokens <= MOST_FOLDED
+        if self._folds or narrow or (self._folds_one and tokens == 1):
             return self._run_folded(input_ids, call, logits_index, layers)
         return self._fused.run_by(self._products, input_ids, call, logits_index, layers)
 
@@ -124,7 +146,7 @@ class FewRowsDecoder:
         self, input_ids: Tensor, call: StepCall, logits_index: Tensor, layers: Sequence[int]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Implements `run` with products that include the norms, sums and activations around them."""
-        few, fused, model, one = self._few, self._fused, self._fused.model, self._one
+        few, fused, model, folded = self._few, self._fused, self._fused.model, self._folded
         turns = fused.turns(call.step)
         norms = [*(weight_of(layer.attn_in) for layer in model.layers[1:]), weight_of(model.norm)]
         taps: dict[int, Tensor] = {}
@@ -143,11 +165,11 @@ class FewRowsDecoder:
                 stream = few.added(mixed, exit, None, stream, weight_of(layer.ffn_in))
             else:
                 assert isinstance(layer, Layer), "folded layers keep keys and values"
-                qkv = one.normed(stream, layer.qkv)
+                qkv = folded.normed(stream, layer.qkv)
                 mixed = fused.attend(index, fused.enter(index, qkv, turns, call), call, call.step)
                 gates = gates_of(qkv, layer)
                 mixed = mixed if gates is None else fused.kernels.gate_heads(mixed, gates)
-                stream = one.added(mixed, layer.output, stream, weight_of(layer.ffn_in))
+                stream = folded.added(mixed, layer.output, stream, weight_of(layer.ffn_in))
             stream = self._feed_forward(layer.feed_forward, stream, norm)
             if index in layers:
                 taps[index] = stream.residual
@@ -163,8 +185,8 @@ class FewRowsDecoder:
         few = self._few
         if isinstance(layer, Dense):
             assert isinstance(layer.activation, Activation)
-            x = self._one.normed(stream, layer.up, gate=layer.activation)
-            return self._one.added(x, layer.down, stream, norm)
+            x = self._folded.normed(stream, layer.up, gate=layer.activation)
+            return self._folded.added(x, layer.down, stream, norm)
         logits, residual = few.normed(stream, *layer.router), stream.residual
         choice, normed = self._experts.route(
             logits, layer.routing, residual, stream.norm_weight, self._fused.model.norm.eps
@@ -178,8 +200,8 @@ class FewRowsDecoder:
         return Stream(total, norm, weighted, squares)
 
 
-class OneRow:
-    """Folded products: by `FewRows` for unquantised weights; by CUDA for one row and narrow weights."""
+class FoldedProducts:
+    """Folded products: by `FewRows` for unquantised weights; by CUDA for narrow weights."""
 
     def __init__(self, few: FewRows, eps: float, *, one: bool) -> None:
         self._few, self._eps, self._plus = few, eps, one
@@ -190,6 +212,10 @@ class OneRow:
             return self._beside_each_other(stream, linear)
         if not isinstance(linear, NarrowProduct):
             return self._few.normed(stream, *numbers(linear), gate=gate)
+        if stream.weighted is not None:
+            around = wide_rows.Around(norm=True, act=None if gate is None else _ACTS[gate])
+            behind = wide_rows.Beside(squares=stream.squares, eps=self._eps)
+            return multiply_wide(stream.weighted, linear.weight, linear.bias, around, behind).out
         kind = Kind(
             one=True,
             norm=True,
@@ -219,17 +245,30 @@ class OneRow:
         """
         if not isinstance(linear, NarrowProduct):
             return self._few.added(x, *numbers(linear), stream, norm_weight)
+        if stream.weighted is not None:
+            around = wide_rows.Around(added=True, weighted=True, plus=self._plus)
+            summed = wide_rows.Beside(residual=stream.residual, norm_weight=norm_weight)
+            found = multiply_wide(x.contiguous(), linear.weight, linear.bias, around, summed)
+            return Stream(found.out, norm_weight, found.weighted, found.squares)
         kind, beside = Kind(one=True, added=True), Beside(residual=stream.residual)
         return Stream(_one_row(x.contiguous(), linear, kind, beside), norm_weight)
 
 
-def _begin(linear: Linear, one: Kind | None, act: Act | None = None) -> None:
-    """Starts compiling a narrow weight's kernels. one: operations folded into the product of a single row."""
+def _begin(
+    linear: Linear, one: Kind | None, around: wide_rows.Around | None, act: Act | None = None
+) -> None:
+    """Starts compiling a narrow weight's kernels.
+
+    one, around: operations folded into products of a single row, and of several rows.
+    """
     if isinstance(linear, Apart):
         for part in linear.parts:
-            _begin(part, one, act)
+            _begin(part, one, around, act)
     if isinstance(linear, NarrowProduct):
-        begin(linear.weight, torch.bfloat16, bias=linear.bias is not None, act=act, one=one)
+        begin(
+            linear.weight, torch.bfloat16, bias=linear.bias is not None, act=act, one=one,
+            around=around,
+        )  # fmt: skip
 
 
 def _one_row(
@@ -251,6 +290,16 @@ def _is_own_for_one(linear: Linear) -> bool:
         weight = linear.weight
         return few_serves(weight.format, weight.rows, weight.columns, torch.bfloat16)
     return is_own(linear)
+
+
+def _is_own_for_few(linear: Linear) -> bool:
+    """Whether kernels that fold norms multiply 2 to 64 rows by this weight."""
+    if not isinstance(linear, NarrowProduct):
+        return is_own(linear)
+    fmt, shape = linear.weight.format, linear.weight.shape
+    return takes_wide(fmt, FewRows.most_tokens, *shape, torch.bfloat16) and few_serves(
+        fmt, *shape, torch.bfloat16
+    )
 
 
 class FewProducts:

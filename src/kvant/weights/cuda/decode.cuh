@@ -5,10 +5,10 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
-#ifndef LAID
-#define LAID 0
+#ifndef APART
+#define APART 0
 #endif
-#define OPERAND_BFLOAT16 (BFLOAT16 && !LAID && (!ONE || CODE == 3))
+#define OPERAND_BFLOAT16 (BFLOAT16 && (!ONE || CODE == 3))
 #if OPERAND_BFLOAT16
 #define KIND "bf16"
 #else
@@ -29,9 +29,9 @@ typedef long long i64;
 
 __device__ __forceinline__ u32 shared_address(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
-// bytes 0 fills the place with zeros.
+// bytes 0 fills the place with zeros. The L2 cache fetches whole lines.
 __device__ __forceinline__ void copy16(void* to, const void* from, u32 bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                  :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
@@ -50,6 +50,9 @@ __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;"
 __device__ __forceinline__ void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 __device__ __forceinline__ void wait_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Bring what nothing has read yet to the L2 cache.
+__device__ __forceinline__ void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 
 // A number that another program has stored.
 __device__ __forceinline__ float load_fresh(const float* at) {
@@ -123,9 +126,15 @@ struct Fine {
 
 // Words of codes to pairs of numbers: a word of 8-bit codes gives columns (0, 1) and (2, 3); a word of
 // 4-bit codes gives (0, 2) and (1, 3) of low halves (HIGH 0) or of high halves, with NEIGHBOURS (0, 1) and (2, 3).
+// APART: 8-bit codes give (0, 2) and (1, 3), too.
 template <int HIGH>
 __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u32& second) {
-#if CODE == 0 && OPERAND_BFLOAT16
+#if CODE == 0 && OPERAND_BFLOAT16 && APART
+    const u32 a = (word << 8 & 0x80008000u) | (word << 4 & 0x07f007f0u);
+    const u32 b = (word & 0x80008000u) | (word >> 4 & 0x07f007f0u);
+    first = fma2(a, 0x7b807b80u, 0x80008000u);  // times 2^120
+    second = fma2(b, 0x7b807b80u, 0x80008000u);
+#elif CODE == 0 && OPERAND_BFLOAT16
     u32 a = __byte_perm(word, 0, 0x1404), b = __byte_perm(word, 0, 0x3424);
     a = (a & 0x80008000u) | ((a & 0x7f007f00u) >> 4);
     b = (b & 0x80008000u) | ((b & 0x7f007f00u) >> 4);
@@ -135,13 +144,17 @@ __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u
     first = e4m3_half2((u16)word);
     second = e4m3_half2((u16)(word >> 16));
 #elif CODE == 1 && OPERAND_BFLOAT16  // 128 + the low seven bits, less 128 or 256
-    u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);
+#if APART
+    const u32 a = word, b = word >> 8;
+#else
+    const u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);
+#endif
     first = fma2(and_or(a, 0x00800080u, 0x43004300u), 0xbf80bf80u, and_or(a, 0x007f007fu, 0x43004300u));
     second = fma2(and_or(b, 0x00800080u, 0x43004300u), 0xbf80bf80u, and_or(b, 0x007f007fu, 0x43004300u));
 #elif CODE == 1  // 1024 + 128 + the code
     const u32 moved = word ^ 0x80808080u;
-    first = fma2(__byte_perm(moved, 0x64646464u, 0x4140), 0x3c003c00u, 0xe480e480u);
-    second = fma2(__byte_perm(moved, 0x64646464u, 0x4342), 0x3c003c00u, 0xe480e480u);
+    first = fma2(__byte_perm(moved, 0x64646464u, APART ? 0x4240 : 0x4140), 0x3c003c00u, 0xe480e480u);
+    second = fma2(__byte_perm(moved, 0x64646464u, APART ? 0x4341 : 0x4342), 0x3c003c00u, 0xe480e480u);
 #else
 #if NEIGHBOURS
     const u32 a = __byte_perm(word, 0, 0x4140), b = __byte_perm(word, 0, 0x4342);

@@ -36,6 +36,8 @@
 #define RING (WARPS * STAGES * SLOT)
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
 #define THREADS (WARPS * 32)
+// One product, at most one result per thread: what only that result needs is fetched before the launch in front ends.
+#define EARLY (ONE && !EXPERTS && (GATED ? 8 : 16) * RT <= THREADS)
 
 
 // weight, scales, zeros: of all experts' rows. x: [rows of x, K]. rows: of one weight, N. bias: [N] for each
@@ -265,14 +267,42 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
         if (warp + s * WARPS < units) fetch(s, warp + s * WARPS);
         commit();
     }
+#if ONE
+    constexpr int ROWS = EXPERTS == 3 ? TOP_K : 1;
+    constexpr int EACH = (ROWS * K / 8 + THREADS - 1) / THREADS;  // pieces of 8 numbers of a thread
+#endif
+#if EARLY
+    // What nothing has read before is fetched early: scales and bias of the thread's own result, and the norm's weight.
+    const int own = min(first_row + (int)threadIdx.x, width - 1), own_low = GATED && ALTERNATING ? 2 * own : own;
+    const int own_high = GATED ? (ALTERNATING ? own_low + 1 : width + own) : own;
+    float own_scale[2] = {1.0f, 1.0f}, own_bias[2] = {0.0f, 0.0f};
+#if SCALES == 0
+    own_scale[0] = scale_of(scales + (i64)own_low * SCALE_BYTES, 0);
+    own_scale[1] = scale_of(scales + (i64)own_high * SCALE_BYTES, 0);
+#endif
+#if BIAS
+    own_bias[0] = number(bias[own_low]);
+    own_bias[1] = number(bias[own_high]);
+#endif
+#if NORM
+    uint4 by_norm[EACH];
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        const int at = (n * THREADS + (int)threadIdx.x) * 8;
+        by_norm[n] = make_uint4(0, 0, 0, 0);
+        if (at < K) by_norm[n] = *(const uint4*)(norm_weight + at);
+    }
+#endif
+#endif
 #if PDL && !EXPERTS
     wait_before();
+#endif
+#if EARLY && ADDED
+    const u16 own_residual = residual[(i64)y * width + own];
 #endif
 
 #if ONE
     {
-        constexpr int ROWS = EXPERTS == 3 ? TOP_K : 1;
-        constexpr int EACH = (ROWS * K / 8 + THREADS - 1) / THREADS;  // pieces of 8 numbers of a thread
         const u16* from = x + (i64)(EXPERTS == 3 ? y * TOP_K : EXPERTS == 2 && GATED ? y / top_k : y) * K;
         float v[EACH][8];
         float most_found = 0, squares = 0;
@@ -282,7 +312,9 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
             uint4 raw = make_uint4(0, 0, 0, 0), by = raw;
             if (at < ROWS * K) {
                 raw = *(const uint4*)(from + at);
-#if NORM
+#if NORM && EARLY
+                by = by_norm[n];
+#elif NORM
                 by = *(const uint4*)(norm_weight + at);
 #endif
             }
@@ -619,7 +651,10 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
             for (int w = 0; w < WARPS; w++) total += sums[(w * COLUMNS + at) * (16 * RT) + local];
             return total * unscale;
         };
-        auto finished = [&](float total, int row) -> float {
+        auto finished = [&](float total, int row, int high) -> float {
+#if EARLY
+            return total * own_scale[high] + own_bias[high];
+#endif
 #if SCALES == 0 && EXPERTS != 3
             total *= scale_of(scales + (row0 + row) * SCALE_BYTES, 0);
 #endif
@@ -635,11 +670,11 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
             float result;
             if (GATED) {
                 const int i = local / 8, r = local % 8;
-                const float gate = finished(total_of(n, 16 * i + r), ALTERNATING ? 2 * m : m);
-                const float up = finished(total_of(n, 16 * i + 8 + r), ALTERNATING ? 2 * m + 1 : width + m);
+                const float gate = finished(total_of(n, 16 * i + r), ALTERNATING ? 2 * m : m, 0);
+                const float up = finished(total_of(n, 16 * i + 8 + r), ALTERNATING ? 2 * m + 1 : width + m, 1);
                 result = activated(gate, up, limit, alpha);
             } else {
-                result = finished(total_of(n, local), m);
+                result = finished(total_of(n, local), m, 0);
             }
             i64 to = first + n;
             if (EXPERTS == 1) to = lists[(i64)expert * most + first + n];
@@ -651,7 +686,9 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
             for (int j = 0; j < TOP_K; j++) result += number(bias[(i64)chosen[j] * N + m]) * portion[j];
 #endif
             to = to * width + m;
-#if ADDED
+#if EARLY && ADDED
+            result = nearest(result) + number(own_residual);
+#elif ADDED
             result = nearest(result) + number(residual[to]);
 #endif
             out[to] = rounded(result);

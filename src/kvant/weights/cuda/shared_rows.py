@@ -20,31 +20,20 @@ from kvant.weights.cuda.few_rows import BLOCK, Act, Kind, Warps, address, token_
 from kvant.weights.format import WeightFormat
 
 _SOURCES = "decode.cuh", "shared_rows.cu"
-ARGUMENTS = (*[POINTER] * 9, *[INT] * 4)
-_LAY_ARGUMENTS = (*[POINTER] * 3, INT)
-_LAY_THREADS = 512
+ARGUMENTS = (*[POINTER] * 8, *[INT] * 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     """How a product is cut. tiles: of 16 weight rows per warp. warps: per program. stages: blocks in flight.
 
-    parts: of the columns. laid: four warps multiply together, with x as `lay_rows` writes it.
+    parts: of the columns.
     """
 
     tiles: int
     warps: int
     stages: int
     parts: int
-    laid: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Laid:
-    """The result of `lay_rows` for x [T, columns]: bytes in shared memory's order; factors of sums [T]."""
-
-    numbers: Tensor
-    unscale: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +67,7 @@ def defines(
         fmt, 0, tiles, dtype, Warps(cut.tiles, cut.warps, cut.stages), kind, bias=bias
     )
     del made["K"]
-    return {
-        **made, "NEIGHBOURS": int(not cut.laid), "SPLIT": int(cut.parts > 1), "LAID": int(cut.laid),
-    }  # fmt: skip
+    return {**made, "NEIGHBOURS": 1, "SPLIT": int(cut.parts > 1)}
 
 
 def shared_bytes(macros: Mapping[str, int | str]) -> int:
@@ -91,10 +78,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     size = few_rows.SCALE_SIZES[m["SCALE_TYPE"]]
     scales = {0: 0, 1: max(1, BLOCK // m["GROUP"]) * rows * size, 2: 16 * m["WARPS"]}[m["SCALES"]]
     slot = codes + scales + (rows if m["ZEROS"] else 0)
-    if not m["LAID"]:
-        return m["STAGES"] * (slot + 8 * m["NT"] * 272)
-    slot += m["NT"] * 2048
-    return m["STAGES"] * -(-slot // 1024) * 1024 + 1008  # from a multiple of 1024 on
+    return m["STAGES"] * (slot + 8 * m["NT"] * 272)
 
 
 @functools.cache
@@ -145,28 +129,11 @@ def multiply(
     from kvant.kernels.triton.device import arrivals
 
     stripes = -(-weight.rows // (16 * cut.tiles * cut.warps))
-    laid = lay(x, weight.format, cut, act, bias=bias is not None) if cut.laid else None
-    call = arranged(x, weight, bias, cut, act, arrivals(x.device, stripes), laid)
+    call = arranged(x, weight, bias, cut, act, arrivals(x.device, stripes))
     tiles = token_tiles(x.shape[0])
     built = kernel(weight.format, tiles, x.dtype, compiled_as(cut), act, bias=bias is not None)
     built.launch(call.programs, cut.warps * 32, call.values, ahead=True)
     return call.out
-
-
-def lay(x: Tensor, fmt: WeightFormat, cut: Shares, act: Act | None, *, bias: bool) -> Laid:
-    """Arranges x [T, columns] for products with weights of this format, in a separate launch."""
-    room = 8 * token_tiles(len(x)) * x.shape[1] * 2
-    found = Laid(x.new_empty(room, dtype=torch.uint8), x.new_empty(len(x), dtype=torch.float32))
-    macros = defines(fmt, token_tiles(len(x)), x.dtype, compiled_as(cut), act, bias=bias)
-    built = _layer(tuple(macros.items()))
-    values = address(x), address(found.numbers), address(found.unscale), x.shape[1]
-    built.launch(len(x), _LAY_THREADS, values, ahead=True)
-    return found
-
-
-@functools.cache
-def _layer(macros: tuple[tuple[str, int | str], ...]) -> Kernel:
-    return build.build(__package__, _SOURCES, "lay_rows", dict(macros), 0, _LAY_ARGUMENTS)
 
 
 def arranged(
@@ -176,14 +143,11 @@ def arranged(
     cut: Shares,
     act: Act | None,
     arrived: Tensor,
-    laid: Laid | None = None,
 ) -> Call:
     """Returns the launch of `multiply` for x [T, columns], without running it.
 
-    arrived: int32 zeros, at least one for each stripe of rows; zeros again afterwards. laid: the result of
-    `lay`, for a cut with `laid`.
+    arrived: int32 zeros, at least one for each stripe of rows; zeros again afterwards.
     """
-    assert cut.laid == (laid is not None)
     tokens, (rows, columns) = x.shape[0], weight.shape
     out = x.new_empty(tokens, rows if act is None else rows // 2)
     stripes = -(-rows // (16 * cut.tiles * cut.warps))
@@ -192,9 +156,8 @@ def arranged(
         room = stripes * cut.parts * 4 * cut.tiles * token_tiles(tokens) * 32 * cut.warps
         partial = x.new_empty(room, dtype=torch.float32)
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
-    numbers, unscale = (x, None) if laid is None else (laid.numbers, laid.unscale)
     pointers = (
-        weight.codes, weight.scales, weight.zeros, numbers, bias, out, unscale, partial, arrived,
+        weight.codes, weight.scales, weight.zeros, x, bias, out, partial, arrived,
     )  # fmt: skip
     values = (*(address(one) for one in pointers), tokens, rows, columns, stride)
     return Call(out, partial, (stripes, cut.parts), values)

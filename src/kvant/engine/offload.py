@@ -16,6 +16,9 @@ from kvant.plan.plan import Plan, PlannedModel, PlanRequest
 if TYPE_CHECKING:
     from kvant.execution.runner import ModelRunner
     from kvant.kv.offload.tiers import Tiers
+    from kvant.kv.transfer.config import TransferConfig
+    from kvant.kv.transfer.exchange import Give, Takers
+    from kvant.parallel.offload import SpreadPages
 
 _ROTARY = (
     "rope_theta",
@@ -61,12 +64,12 @@ def make_tiers(
     config = planned.request.offload
     if config is None:
         return None, None
-    from kvant.kv.offload.build import Spread, build_tiers
+    from kvant.kv.offload.build import build_tiers
     from kvant.kv.offload.mover import pieces_of
     from kvant.kv.offload.page_files import PageFiles
     from kvant.kv.offload.sessions import pinned_names
 
-    files, identity, peers, give = None, None, None, None
+    files, identity, found = None, None, None
     transfer = planned.request.transfer
     if config.disk is not None or transfer is not None:
         found = page_identity(planned, runner, dummy_weights=dummy_weights)
@@ -74,19 +77,21 @@ def make_tiers(
         if config.disk is not None:
             files = PageFiles(config.disk.path, found, config.disk.num_bytes, pinned=pinned_names)
         if transfer is not None:
-            from kvant.kv.transfer.exchange import exchange
             from kvant.kv.transfer.memory import require_nixl
 
             require_nixl()
-            peers, give = exchange(transfer, found, runner.pools, planned.target.kv.page_size)
     pieces = pieces_of(runner.pools)
-    spread: Spread | None = None
+    spread: SpreadPages | None = None
     if planned.num_ranks > 1:
-        from kvant.parallel.offload import spread_pages
+        from kvant.parallel.offload import SpreadPages
         from kvant.parallel.runner import RankedRunner
 
         assert isinstance(runner, RankedRunner)
-        spread = spread_pages(runner.ranks, files)
+        spread = SpreadPages(runner.ranks, files, found)
+    peers, give = None, None
+    if transfer is not None:
+        assert found is not None
+        peers, give = _exchange(planned, transfer, found, runner, spread)
 
     def tiers(shared: SharedPages) -> Tiers:
         return build_tiers(
@@ -100,6 +105,27 @@ def make_tiers(
         )
 
     return tiers, identity
+
+
+def _exchange(
+    planned: Plan, config: TransferConfig, identity: PageIdentity, runner: ModelRunner,
+    spread: SpreadPages | None,
+) -> tuple[Takers | None, Give | None]:  # fmt: skip
+    from kvant.kv.transfer.exchange import exchange
+
+    page_size = planned.target.kv.page_size
+    if spread is None:
+        return exchange(config, identity, runner.pools, page_size)
+    from kvant.parallel.runner import RankedRunner
+    from kvant.parallel.transfer import RankedPeer
+
+    assert isinstance(runner, RankedRunner)
+    ranks = runner.ranks
+    return exchange(
+        config, identity, runner.pools, page_size,
+        others=lambda: spread.parts,
+        spread=lambda number, own: RankedPeer(number, own, ranks),
+    )  # fmt: skip
 
 
 def page_identity(

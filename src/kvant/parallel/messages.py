@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvant.kv.transfer.messages import Part
 from kvant.models.sharding.shard import Shard
 from kvant.parallel.mirror import STEP, ZERO, SentAsk, Table
 from kvant.plan.settings import Settings
@@ -69,7 +70,10 @@ class Propose(msgspec.Struct, frozen=True, tag="propose", array_like=True):
 
 
 class KeepPages(msgspec.Struct, frozen=True, tag="keep", array_like=True):
-    """Tells a rank to make the plan's tiers and to answer `KeepsPages`. identity: of rank 0's page files."""
+    """Tells a rank to make the plan's tiers and to answer `KeepsPages`.
+
+    identity: of rank 0's pages; None if pages go neither to files nor to other engines.
+    """
 
     identity: dict[str, str] | None
 
@@ -112,9 +116,26 @@ class ForgetFiles(msgspec.Struct, frozen=True, tag="forget", array_like=True):
     keys: Sequence[tuple[int, bytes]]
 
 
+class MeetPeer(msgspec.Struct, frozen=True, tag="meet", array_like=True):
+    """Tells a rank where engine `number` of --kv-transfer has its parts. parts: of ranks 1 and up."""
+
+    number: int
+    parts: Sequence[Part]
+
+
+class ReadPeer(msgspec.Struct, frozen=True, tag="take", array_like=True):
+    """Tells a rank to read its parts of pages of the engine that `MeetPeer` told about.
+
+    reads: (group, hash, host page here, host page there, checksum of all parts there).
+    """
+
+    number: int
+    reads: Sequence[tuple[int, bytes, int, int, bytes]]
+
+
 ToRank = (
     Connect | Capture | CountSaturated | Table | Propose | KeepPages | StorePages | LoadPages
-    | ReadFiles | WriteFiles | TouchFiles | ForgetFiles
+    | ReadFiles | WriteFiles | TouchFiles | ForgetFiles | MeetPeer | ReadPeer
 )  # fmt: skip
 
 
@@ -129,9 +150,13 @@ class Counted(msgspec.Struct, frozen=True, tag="counted"):
 
 
 class KeepsPages(msgspec.Struct, frozen=True, tag="keeps"):
-    """Says that the rank's tiers are made. identity: of its page files, None without any."""
+    """Says that the rank's tiers are made. identity: of its part, None as in `KeepPages`.
+
+    part: of pages that are exchanged with other engines, None if none are.
+    """
 
     identity: dict[str, str] | None
+    part: Part | None = None
 
 
 class PagesMoved(msgspec.Struct, frozen=True, tag="moved"):
@@ -153,6 +178,14 @@ class FilesDone(msgspec.Struct, frozen=True, tag="files"):
     num_bad: int
 
 
+class PeerRead(msgspec.Struct, frozen=True, tag="peer"):
+    """The result of `ReadPeer`. reads and num_bad: as in `FilesDone`."""
+
+    number: int
+    reads: tuple[tuple[int, bytes, bytes | None, float], ...]
+    num_bad: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Says that the rank ends. text: the reason."""
 
@@ -160,16 +193,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Answer = Loaded | Counted | KeepsPages
-FromRank = Answer | PagesMoved | FilesDone | Failed
-
-
-SUM_BYTES = 16
-"""Bytes of the checksum of a rank's part of a page; see `kvant.kv.offload.page_files`."""
-
-
-def part_of(checksums: bytes, rank: int) -> bytes:
-    """Returns the checksum of a rank's part. checksums: those of all ranks, concatenated."""
-    return checksums[SUM_BYTES * rank : SUM_BYTES * (rank + 1)]
+FromRank = Answer | PagesMoved | FilesDone | PeerRead | Failed
 
 
 def encode(message: Start | Hello | FromRank) -> bytes:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from kvant.kv.identity import PageIdentity
-from kvant.kv.offload.build import Spread
-from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
+from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover, part_of
 from kvant.kv.offload.source import Files, Prompt, Wanted
 from kvant.kv.offload.stats import TierCounts
+from kvant.kv.transfer.messages import Part
 from kvant.parallel.messages import (
     ForgetFiles,
     KeepPages,
@@ -25,7 +25,6 @@ from kvant.parallel.messages import (
     StorePages,
     TouchFiles,
     WriteFiles,
-    part_of,
 )
 from kvant.parallel.ranks import Ranks
 
@@ -37,26 +36,36 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-def spread_pages(ranks: Ranks, files: PageFiles | None) -> Spread:
-    """Returns a function that extends rank 0's mover and files to all ranks, and starts the others' tiers.
+class SpreadPages:
+    """Extends rank 0's mover and files to all ranks, and starts the others' tiers: a `Spread`.
 
-    files: rank 0's page files. Raises RankLost, also if a rank cannot use its host memory or its directory.
+    files: rank 0's page files. identity: of its pages, None if they go neither to files nor to other
+    engines. parts: of ranks 1 and up, for other engines; empty before the call. Raises RankLost, also if a
+    rank cannot use its host memory or its directory.
     """
-    ranks.send(KeepPages(None if files is None else files.identity.fields))
 
-    def spread(own: PageMover, queue: FileQueue | None, bell: Bell) -> tuple[Mover, Files | None]:
-        stores = []
+    def __init__(
+        self, ranks: Ranks, files: PageFiles | None, identity: PageIdentity | None
+    ) -> None:
+        self._ranks, self._files = ranks, files
+        self.parts: list[Part] = []
+        ranks.send(KeepPages(None if identity is None else identity.fields))
+
+    def __call__(
+        self, own: PageMover, queue: FileQueue | None, bell: Bell
+    ) -> tuple[Mover, Files | None]:
+        files, ranks, stores = self._files, self._ranks, []
         for answer in ranks.answers():
             assert isinstance(answer, KeepsPages)
             if files is not None:
                 assert answer.identity is not None
                 identity = PageIdentity(**answer.identity)
                 stores.append(type(files)(files.directory, identity, files.budget))
+            if answer.part is not None:
+                self.parts.append(answer.part)
         ranks.told.ring = bell.ring
         found = None if queue is None else RankedFiles(queue, stores, ranks, own.page_bytes)
         return RankedMover(own, ranks), found
-
-    return spread
 
 
 class RankedMover:
@@ -92,7 +101,7 @@ class RankedMover:
         self._ranks.check()
         for done in self._own.take():
             self._jobs[done.job][0] = done
-        for rank, told in _emptied(self._ranks.told.moved):
+        for rank, told in emptied(self._ranks.told.moved):
             parts = self._jobs[told.job]
             parts[rank] = Moved(told.job, told.checksums, told.num_bytes, told.seconds)
         whole = [job for job, parts in self._jobs.items() if len(parts) == self._size]
@@ -105,13 +114,13 @@ def _whole(parts: Mapping[int, Moved]) -> Moved:
     sums = zip(*(part.checksums for part in ordered), strict=True)
     return Moved(
         ordered[0].job,
-        tuple(_joined(of_page) for of_page in sums),
+        tuple(joined(of_page) for of_page in sums),
         sum(part.num_bytes for part in ordered),
         max(part.seconds for part in ordered),
     )
 
 
-def _joined(sums: Iterable[bytes | None]) -> bytes | None:
+def joined(sums: Iterable[bytes | None]) -> bytes | None:
     """Joins the checksums of a page's parts; None if a part is missing."""
     found = list(sums)
     there = [one for one in found if one is not None]
@@ -197,8 +206,8 @@ class RankedFiles:
         for key, total, seconds in self._own.take_read():
             self._reads[key][0] = total, seconds
         found = []
-        for key, parts in _taken(self._reads, self._size):
-            total = _joined(parts[rank][0] for rank in range(self._size))
+        for key, parts in taken(self._reads, self._size):
+            total = joined(parts[rank][0] for rank in range(self._size))
             if total is None:
                 self._drop(key)  # parts of some ranks alone are of no use
             found.append((key, total, max(seconds for _, seconds in parts.values())))
@@ -218,7 +227,7 @@ class RankedFiles:
         for key, is_written in self._own.take_written():
             self._writes[key][0] = is_written
         found = []
-        for key, parts in _taken(self._writes, self._size):
+        for key, parts in taken(self._writes, self._size):
             is_whole = all(parts.values())
             if not is_whole and any(parts.values()):
                 self._drop(key)
@@ -243,7 +252,7 @@ class RankedFiles:
         self._ranks.send(ForgetFiles((key,)))
 
     def _take_told(self) -> None:
-        for rank, told in _emptied(self._ranks.told.files):
+        for rank, told in emptied(self._ranks.told.files):
             self._bad[rank] = told.num_bad
             for group, digest, total, seconds in told.reads:
                 self._reads[Key(group, digest)][rank] = total, seconds
@@ -251,14 +260,15 @@ class RankedFiles:
                 self._writes[Key(group, digest)][rank] = is_written
 
 
-def _emptied(queue: deque[_T]) -> list[_T]:
+def emptied(queue: deque[_T]) -> list[_T]:
+    """Removes and returns what other threads appended so far."""
     found = []
     while queue:
         found.append(queue.popleft())
     return found
 
 
-def _taken(waiting: dict[Key, dict[int, _T]], size: int) -> list[tuple[Key, dict[int, _T]]]:
+def taken(waiting: dict[Key, dict[int, _T]], size: int) -> list[tuple[Key, dict[int, _T]]]:
     """Removes and returns the entries for which every rank has answered."""
     whole = [key for key, parts in waiting.items() if len(parts) == size]
     return [(key, waiting.pop(key)) for key in whole]

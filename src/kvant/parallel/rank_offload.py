@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvant.execution.runner import ModelRunner
 from kvant.kv.identity import PageIdentity
 from kvant.kv.offload.build import make_mover
 from kvant.kv.offload.files import FileQueue
 from kvant.kv.offload.mover import pieces_of
-from kvant.kv.offload.moves import Bell, Key, Move
+from kvant.kv.offload.moves import Bell, Key, Move, part_of
 from kvant.kv.offload.page_files import PageFiles
 from kvant.kv.offload.pool_identity import layout_of_pages, scales_beside_pages
 from kvant.kv.offload.sessions import pinned_names
@@ -23,16 +24,23 @@ from kvant.parallel.messages import (
     KeepPages,
     KeepsPages,
     LoadPages,
+    MeetPeer,
     PagesMoved,
     ReadFiles,
+    ReadPeer,
     StorePages,
     TouchFiles,
     WriteFiles,
-    part_of,
 )
 from kvant.plan.plan import Plan
 
-FromRank0 = StorePages | LoadPages | ReadFiles | WriteFiles | TouchFiles | ForgetFiles
+if TYPE_CHECKING:
+    from kvant.kv.transfer.messages import Part
+    from kvant.parallel.rank_transfer import GivenMemory, PeerParts
+
+FromRank0 = (
+    StorePages | LoadPages | ReadFiles | WriteFiles | TouchFiles | ForgetFiles | MeetPeer | ReadPeer
+)
 
 
 class PageParts:
@@ -52,9 +60,10 @@ class PageParts:
         self._rank, self._say, self._bell = shard.rank, say, bell
         host_bytes = config.host_bytes // shard.size
         self._mover = make_mover(pieces_of(runner.pools), per_superblock, host_bytes, bell)
-        self._files, identity = None, None
+        self._files, identity, part = None, None, None
+        self._peers: list[PeerParts] = []
+        self._given: GivenMemory | None = None
         if asked.identity is not None:
-            assert config.disk is not None
             identity = replace(
                 PageIdentity(**asked.identity),
                 scales=scales_beside_pages(runner.pools),
@@ -62,11 +71,31 @@ class PageParts:
                     runner.pools, plan.target.kv.page_size, shard.rank, shard.size
                 ),
             )
-            disk = config.disk
-            files = PageFiles(disk.path, identity, disk.num_bytes, pinned=pinned_names)
-            self._files = FileQueue(files, bell, self._mover.row)
-        say(KeepsPages(None if identity is None else identity.fields))
+            if (disk := config.disk) is not None:
+                files = PageFiles(disk.path, identity, disk.num_bytes, pinned=pinned_names)
+                self._files = FileQueue(files, bell, self._mover.row)
+            part = self._exchange(identity, plan, runner)
+        say(KeepsPages(None if identity is None else identity.fields, part))
         threading.Thread(target=self._tell, name="kvant-tell", daemon=True).start()
+
+    def _exchange(self, identity: PageIdentity, plan: Plan, runner: ModelRunner) -> Part | None:
+        """Prepares to give and take parts. Returns this rank's part for other engines, None without any."""
+        if (config := plan.request.transfer) is None:
+            return None
+        from kvant.kv.transfer.exchange import converter_of, own_part
+        from kvant.parallel.rank_transfer import GivenMemory, PeerParts
+
+        rows = self._mover.rows
+        part = own_part(identity, runner.pools, rows)
+        converter = converter_of(config, runner.pools, part, plan.target.kv.page_size)
+        self._peers = [
+            PeerParts(number, self._rank, identity, rows, converter, self._say)
+            for number in range(len(config.take))
+        ]
+        if config.give is not None:
+            self._given = GivenMemory(rows)
+            part.agent = self._given.agent
+        return part
 
     def do(self, asked: FromRank0) -> None:
         """Starts one command of rank 0, ordered after all steps that were launched so far."""
@@ -77,6 +106,12 @@ class PageParts:
             case LoadPages(job, moves):
                 rank = self._rank
                 self._mover.load(job, [Move(*m[:3], part_of(m[3], rank)) for m in moves])
+                return
+            case MeetPeer(number, parts):
+                self._peers[number].meet(parts)
+                return
+            case ReadPeer(number):
+                self._peers[number].read(asked)
                 return
         files = self._files
         assert files is not None, "rank 0 has files, and this rank has none"

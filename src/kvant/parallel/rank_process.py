@@ -34,8 +34,10 @@ from kvant.parallel.messages import (
     KeepPages,
     Loaded,
     LoadPages,
+    MeetPeer,
     Propose,
     ReadFiles,
+    ReadPeer,
     StorePages,
     TouchFiles,
     WriteFiles,
@@ -190,7 +192,7 @@ def _run(
                 parts = keep(asked)
             case (
                 StorePages() | LoadPages() | ReadFiles() | WriteFiles() | TouchFiles()
-                | ForgetFiles()
+                | ForgetFiles() | MeetPeer() | ReadPeer()
             ) as asked:  # fmt: skip
                 assert parts is not None, "tiers are made before pages move"
                 parts.do(asked)

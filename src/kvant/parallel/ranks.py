@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,6 +34,7 @@ from kvant.parallel.messages import (
     FilesDone,
     Loaded,
     PagesMoved,
+    PeerRead,
     Start,
     ToRank,
     encode,
@@ -99,10 +100,16 @@ class _Rank:
 
 @dataclass(eq=False)
 class Told:
-    """Messages about pages that ranks send by themselves, with the rank's number. ring: called after each."""
+    """Messages about pages that ranks send by themselves, with the rank's number. ring: called after each.
+
+    peers: by the number of the other engine.
+    """
 
     moved: deque[tuple[int, PagesMoved]] = field(default_factory=deque)
     files: deque[tuple[int, FilesDone]] = field(default_factory=deque)
+    peers: dict[int, deque[tuple[int, PeerRead]]] = field(
+        default_factory=lambda: defaultdict(deque)
+    )
     ring: Callable[[], None] = lambda: None
 
 
@@ -343,6 +350,9 @@ def _hear(rank: _Rank, told: Told) -> bool:
             told.ring()
         case FilesDone():
             told.files.append((rank.number, said))
+            told.ring()
+        case PeerRead():
+            told.peers[said.number].append((rank.number, said))
             told.ring()
         case _:
             rank.answers.put(said)

@@ -166,17 +166,6 @@ def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limit
             why="a prefix continues from a state of its layers, and --state-cache-memory holds none",
             ways_out=(WayOut("leave out --state-cache-memory"),),
         )
-    if request.tensor_parallel_size > 1 and request.transfer is not None:
-        raise NotServable(
-            f"--kv-transfer is not offered for {request.model} as asked",
-            why="each of several ranks holds a part of every page, and engines exchange whole ones",
-            ways_out=(
-                WayOut("run without --kv-transfer"),
-                WayOut(
-                    "share a directory with engines of as many ranks: --kv-offload host:..,disk:.."
-                ),
-            ),
-        )
 
 
 def _limits(request: PlanRequest, target: PlannedModel) -> Limits:

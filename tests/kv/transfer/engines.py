@@ -22,7 +22,7 @@ from kvant.kv.offload.tiers import Catalog, Tiers
 from kvant.kv.pages import CacheIdentity, SharedPages
 from kvant.kv.transfer.config import Address
 from kvant.kv.transfer.giver import Giver
-from kvant.kv.transfer.messages import GroupRows
+from kvant.kv.transfer.messages import GroupRows, Part
 from kvant.kv.transfer.taker import Taker
 from kvant.sampling.sampling_params import SamplingParams
 from tests.engine.fakes import RememberingRunner, make_engine
@@ -47,20 +47,21 @@ def exchanging(
     give: Address | None = None,
     take: Address | None = None,
     identity: PageIdentity = IDENTITY,
+    num_ranks: int = 1,
 ) -> tuple[Engine, RememberingRunner]:
-    """A fake model whose pages others take, or that takes those of another."""
+    """A fake model whose pages others take, or that takes those of another. num_ranks: that it names."""
 
-    def groups(rows: HostRows) -> list[GroupRows]:
-        return [GroupRows(None, rows.row_bytes[0], rows.stride(0), [])]
+    def parts(rows: HostRows) -> list[Part]:
+        groups = [GroupRows(None, rows.row_bytes[0], rows.stride(0), [])]
+        return [Part(identity.fields, b"", rows.address, groups)] * num_ranks
 
     def giver(rows: HostRows, catalog: Catalog) -> Giver:
         assert give is not None
-        size = rows.bytes.numel()
-        return Giver(give, catalog, identity, groups(rows), PAGE, rows.address, size, rows)
+        return Giver(give, catalog, parts(rows), PAGE, rows)
 
     def takers(rows: HostRows, bell: Bell) -> Sequence[Taker]:
         assert take is not None
-        return [Taker(take, identity, rows, bell)]
+        return [Taker(take, parts(rows), rows, bell)]
 
     def tiers(shared: SharedPages, runner: RememberingRunner) -> Tiers:
         pieces = [[runner.stored.view(torch.uint8).view(NUM_PAGES, -1)]]

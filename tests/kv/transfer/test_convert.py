@@ -15,7 +15,7 @@ from kvant.kv.offload.moves import Key
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 from kvant.kv.transfer.convert import CodecConverter, groups_of
-from kvant.kv.transfer.messages import Welcome
+from kvant.kv.transfer.messages import Part, Welcome
 from kvant.kv.transfer.taker import Unlike
 
 PAGE, HEADS, HEAD = 8, 2, 64
@@ -52,6 +52,10 @@ def welcome_of(pool: KVPool, rows: HostRows, identity: PageIdentity = THEIRS) ->
     return Welcome("i", identity.fields, b"", 0, size, groups_of([pool], rows))
 
 
+def mine_of(pool: KVPool) -> list[Part]:
+    return [Part(MINE.fields, b"", 0, groups_of([pool], rows_of(pool)))]
+
+
 def converter_to(pool: KVPool, *formats: KVDtype) -> CodecConverter:
     groups = groups_of([pool], rows_of(pool))
     return CodecConverter([pool], groups, pool.plan.page_size, frozenset(formats))
@@ -76,8 +80,8 @@ def test_a_page_becomes_what_both_codecs_say(of: KVDtype, into: KVDtype) -> None
     MemoryCopier(pieces_of([theirs]), there).store(0, [2], [1])()
     converter = converter_to(mine, of, other)
     welcome = welcome_of(theirs, there)
-    assert "KL" in converter.check(MINE, welcome)
-    converter.convert(welcome, Key(0, b""), there.row(0, 1), here.row(0, 2))
+    assert "KL" in converter.check(mine_of(mine), welcome)
+    converter.convert(welcome.groups, Key(0, b""), there.row(0, 1), here.row(0, 2))
     MemoryCopier(pieces_of([mine]), here).load(0, [3], [2])()
     for layer in range(2):
         source, target = theirs[layer], mine[layer]
@@ -99,13 +103,13 @@ def test_what_no_conversion_changes_is_refused_by_its_name() -> None:
     for field in ("weights", "rotary", "draft"):
         other = PageIdentity(**{**THEIRS.fields, field: "other"})
         with pytest.raises(Unlike, match=f"{field} is other"):
-            converter.check(MINE, welcome_of(theirs, rows, other))
+            converter.check(mine_of(mine), welcome_of(theirs, rows, other))
     long = pool_of(KVDtype.BFLOAT16, KVDtype.BFLOAT16, page_size=16)
     with pytest.raises(Unlike, match="hold 16 tokens"):
-        converter.check(MINE, welcome_of(long, rows_of(long)))
+        converter.check(mine_of(mine), welcome_of(long, rows_of(long)))
     deep = pool_of(KVDtype.BFLOAT16, KVDtype.BFLOAT16, layers=3)
     with pytest.raises(Unlike, match="other heads"):
-        converter.check(MINE, welcome_of(deep, rows_of(deep)))
+        converter.check(mine_of(mine), welcome_of(deep, rows_of(deep)))
     fp8 = pool_of(KVDtype.FP8_E4M3, KVDtype.BFLOAT16)
     with pytest.raises(Unlike, match="fp8_e4m3 is not among the converted"):
-        converter.check(MINE, welcome_of(fp8, rows_of(fp8)))
+        converter.check(mine_of(mine), welcome_of(fp8, rows_of(fp8)))

@@ -16,7 +16,7 @@ import pytest
 
 from kvant.engine.engine import Engine
 from kvant.errors import NotServable
-from kvant.kv.transfer import taker
+from kvant.kv.transfer import memory, reader, taker
 from kvant.kv.transfer.memory import ReadFailed, require_nixl
 from tests.engine.fakes import answer
 from tests.kv.transfer.engines import (
@@ -62,7 +62,7 @@ class LocalMemory:
 def _memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(taker, "RETRY_SECONDS", 0.2)
     if request.param == "local":
-        monkeypatch.setattr("kvant.kv.transfer.taker.RemoteMemory", LocalMemory)
+        monkeypatch.setattr("kvant.kv.transfer.reader.RemoteMemory", LocalMemory)
         monkeypatch.setattr("kvant.kv.transfer.giver.RemoteMemory", LocalMemory)
     yield
     LocalMemory.fails = False
@@ -112,6 +112,26 @@ def test_an_engine_of_another_identity_is_refused_by_the_field(field: str) -> No
 
 
 @pytest.mark.usefixtures("_memory")
+@pytest.mark.parametrize(
+    ("theirs", "mine", "words"),
+    [
+        (2, 1, "it runs 2 ranks, here one rank"),
+        (1, 2, "it runs one rank, here 2 ranks"),
+        (4, 2, "it runs 4 ranks, here 2 ranks"),
+    ],
+)
+def test_an_engine_divided_otherwise_is_refused_with_a_way_out(
+    theirs: int, mine: int, words: str
+) -> None:
+    address = free_address()
+    prefill, _ = exchanging(give=address, num_ranks=theirs)
+    run(prefill, prompt(0), num_tokens=1)
+    with pytest.raises(NotServable, match=f"{words}: a rank reads") as found:
+        exchanging(take=address, num_ranks=mine)
+    assert f"--tensor-parallel-size {theirs}" in str(found.value)
+
+
+@pytest.mark.usefixtures("_memory")
 def test_an_engine_that_begins_later_is_met_then() -> None:
     address = free_address()
     decode, runner = exchanging(take=address)
@@ -133,14 +153,14 @@ def test_a_page_that_gave_way_while_it_was_read_is_computed(
     prefill, _ = exchanging(give=address)
     run(prefill, prompt(0), num_tokens=1)
     decode, runner = exchanging(take=address)
-    checksum = taker.checksum
+    checksum = reader.checksum
     seen: list[bytes] = []
 
     def third_is_bad(data: memoryview) -> bytes:
         seen.append(checksum(data))
         return b"?" * 16 if len(seen) == 3 else seen[-1]
 
-    monkeypatch.setattr(taker, "checksum", third_is_bad)
+    monkeypatch.setattr(reader, "checksum", third_is_bad)
     assert run(decode, prompt(0)) == answer(prompt(0), 6)
     assert runner.num_run_tokens >= 40 - 2 * PAGE
     stats = decode.stats.offload
@@ -151,7 +171,7 @@ def test_a_page_that_gave_way_while_it_was_read_is_computed(
 
 def test_a_read_that_fails_costs_the_restore_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taker, "RETRY_SECONDS", 0.2)
-    monkeypatch.setattr("kvant.kv.transfer.taker.RemoteMemory", LocalMemory)
+    monkeypatch.setattr("kvant.kv.transfer.reader.RemoteMemory", LocalMemory)
     monkeypatch.setattr("kvant.kv.transfer.giver.RemoteMemory", LocalMemory)
     address = free_address()
     prefill, _ = exchanging(give=address)
@@ -182,13 +202,13 @@ def test_a_process_that_vanishes_leaves_nothing(when: str, monkeypatch: pytest.M
     if when == "before it is asked":
         other.kill()
     else:
-        read = taker.RemoteMemory.read
+        read = memory.RemoteMemory.read
 
-        def killed(memory: taker.RemoteMemory, *rest: object) -> None:
+        def killed(read_from: memory.RemoteMemory, *rest: object) -> None:
             other.kill()
-            read(memory, *rest)  # type: ignore[arg-type]
+            read(read_from, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(taker.RemoteMemory, "read", killed)
+        monkeypatch.setattr(memory.RemoteMemory, "read", killed)
     before = runner.num_run_tokens
     assert run(decode, prompt(1)) == answer(prompt(1), 6)
     assert runner.num_run_tokens - before >= 40

@@ -7,6 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+SUM_BYTES = 16
+"""Bytes of the checksum of a rank's part of a page; see `kvant.kv.offload.page_files`."""
+
+
+def part_of(checksums: bytes, rank: int) -> bytes:
+    """Returns the checksum of a rank's part. checksums: those of all ranks, concatenated."""
+    return checksums[SUM_BYTES * rank : SUM_BYTES * (rank + 1)]
+
 
 class Key(NamedTuple):
     """A page's contents: of a group, by hash."""

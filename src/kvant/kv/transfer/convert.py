@@ -21,7 +21,7 @@ from kvant.kv.offload.mover import HostRows
 from kvant.kv.offload.moves import Key
 from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.spec import Choice, Role
-from kvant.kv.transfer.messages import GroupRows, LayerRows, SideRows, Welcome
+from kvant.kv.transfer.messages import GroupRows, LayerRows, Part, SideRows, Welcome
 from kvant.kv.transfer.taker import UNCHANGED, Unlike
 
 _BY_NAME = {dtype.format.name: dtype for dtype in KVDtype}
@@ -64,10 +64,11 @@ class CodecConverter:
     def formats(self) -> frozenset[str]:
         return self._formats
 
-    def check(self, mine: PageIdentity, theirs: Welcome) -> str:
-        difference = mine.difference(theirs.identity, UNCHANGED)
-        if difference is not None:
-            raise Unlike(f"{difference}; no conversion changes that")
+    def check(self, mine: Sequence[Part], theirs: Welcome) -> str:
+        for own, part in zip(mine, theirs.parts, strict=True):
+            difference = PageIdentity(**own.identity).difference(part.identity, UNCHANGED)
+            if difference is not None:
+                raise Unlike(f"{difference}; no conversion changes that")
         if theirs.page_size != self._page_size:
             raise Unlike(
                 f"its pages hold {theirs.page_size} tokens, here they hold {self._page_size}: "
@@ -76,9 +77,16 @@ class CodecConverter:
         if not self._whole:
             raise Unlike("pages of drafters, wide rows and states are not converted")
         changes: dict[str, None] = {}
-        if len(theirs.groups) != len(self._groups):
+        for own, part in zip(mine, theirs.parts, strict=True):
+            changes |= self._changes(own.groups, part.groups)
+        return f", converted: {', '.join(changes)} (KL divergence of the conversion: not measured)"
+
+    def _changes(self, mine: Sequence[GroupRows], theirs: Sequence[GroupRows]) -> dict[str, None]:
+        """What is converted in one rank's part, in words. Raises Unlike."""
+        changes: dict[str, None] = {}
+        if len(theirs) != len(mine):
             raise Unlike("its layers lie in other groups of pages")
-        for their_group, group in zip(theirs.groups, self._groups, strict=True):
+        for their_group, group in zip(theirs, mine, strict=True):
             shapes = [
                 [(x.index, x.num_kv_heads, x.head_dim_k, x.head_dim_v) for x in one.layers]
                 for one in (their_group, group)
@@ -93,14 +101,16 @@ class CodecConverter:
                             f"(--kv-transfer-convert {','.join(sorted(self._formats))})"
                         )
                     changes[f"{a.format} becomes {b.format}"] = None
-        return f", converted: {', '.join(changes)} (KL divergence of the conversion: not measured)"
+        return changes
 
-    def convert(self, theirs: Welcome, key: Key, row: memoryview, into: memoryview) -> None:
+    def convert(
+        self, theirs: Sequence[GroupRows], key: Key, row: memoryview, into: memoryview
+    ) -> None:
         source = torch.from_numpy(np.frombuffer(row, np.uint8))
         target = torch.from_numpy(np.frombuffer(into, np.uint8))
         target.zero_()
         group = key.group
-        pairs = zip(theirs.groups[group].layers, self._groups[group].layers, strict=True)
+        pairs = zip(theirs[group].layers, self._groups[group].layers, strict=True)
         for there, here in pairs:
             cache = self._pool[here.index]
             outside = (cache.k_outside, cache.v_scale)

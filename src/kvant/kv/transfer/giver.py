@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from kvant.errors import NotServable, WayOut
-from kvant.kv.identity import PageIdentity
+from kvant.kv.offload.mover import HostRows
 from kvant.kv.offload.moves import Key
 from kvant.kv.offload.tiers import Catalog
 from kvant.kv.transfer import messages
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 class Giver:
     """Answers at `address` until it is closed or collected.
 
-    identity: of the pages. groups: how they lie in host memory, from the address `first` on, `num_bytes` in
-    all; their `owner` is kept until they are no longer registered. Raises NotServable if it cannot listen
+    parts: of every rank's pages, without rank 0's agent. rows: rank 0's host memory, kept until it is no
+    longer registered. Raises NotServable if it cannot listen
     there, or without NIXL.
     """
 
@@ -43,18 +43,16 @@ class Giver:
         self,
         address: Address,
         catalog: Catalog,
-        identity: PageIdentity,
-        groups: Sequence[messages.GroupRows],
+        parts: Sequence[messages.Part],
         page_size: int,
-        first: int,
-        num_bytes: int,
-        owner: object,
+        rows: HostRows,
     ) -> None:
         instance = uuid.uuid4().hex
         memory = RemoteMemory(instance)
-        memory.register(first, num_bytes)
+        memory.register(rows.address, rows.bytes.numel())
+        own, *others = parts
         welcome = messages.Welcome(
-            instance, identity.fields, memory.metadata, first, page_size, list(groups)
+            instance, own.identity, memory.metadata, own.first, page_size, own.groups, others
         )
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
@@ -69,7 +67,7 @@ class Giver:
                 ways_out=(WayOut("name an address of this machine that is free: give:HOST:PORT"),),
             ) from None
         stop = threading.Event()
-        desk = _Desk(socket, memory, catalog, identity, welcome, stop, owner)
+        desk = _Desk(socket, memory, catalog, welcome, stop, rows)
         thread = threading.Thread(target=desk.run, name="kvant-give", daemon=True)
         thread.start()
         self.close = weakref.finalize(self, _end, stop, thread)
@@ -83,15 +81,14 @@ class _Desk:
         socket: zmq.Socket[bytes],
         memory: RemoteMemory,
         catalog: Catalog,
-        identity: PageIdentity,
         welcome: messages.Welcome,
         stop: threading.Event,
         owner: object,
     ) -> None:
         self._owner = owner
         self._socket, self._memory, self._catalog = socket, memory, catalog
-        self._identity, self._welcome, self._stop = identity, welcome, stop
-        self._formats = formats_of(welcome.groups)
+        self._welcome, self._stop = welcome, stop
+        self._formats = messages.formats_of(welcome.groups)
 
     def run(self) -> None:
         try:
@@ -117,11 +114,11 @@ class _Desk:
 
     def _met(self, hello: messages.Hello) -> messages.Answer:
         """Addresses are told to engines alone that can use the pages."""
-        difference = self._identity.difference(hello.identity)
-        may_convert = self._formats <= set(hello.formats)
-        if hello.version == messages.VERSION and (difference is None or may_convert):
+        own = self._welcome.identities
+        may_convert = self._formats <= set(hello.formats) and len(own) == len(hello.identities)
+        if hello.version == messages.VERSION and (own == hello.identities or may_convert):
             return self._welcome
-        return messages.Refused(messages.VERSION, self._identity.fields, sorted(self._formats))
+        return messages.Refused(messages.VERSION, own[0], sorted(self._formats), own[1:])
 
     def _found(self, find: messages.Find) -> messages.Found:
         keys = [Key(*key) for key in find.keys[: messages.MOST_KEYS]]
@@ -137,12 +134,7 @@ class _Desk:
         return self._catalog.find(key) if 0 <= key.group < len(self._welcome.groups) else None
 
 
-def formats_of(groups: Sequence[messages.GroupRows]) -> set[str]:
-    """Names of all formats in pages."""
-    sides = [side for group in groups for layer in group.layers for side in (layer.k, layer.v)]
-    return {side.format for side in sides if side is not None}
-
-
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
     stop.set()
-    thread.join(5.0)
+    if thread is not threading.current_thread():  # garbage may be collected there
+        thread.join(5.0)

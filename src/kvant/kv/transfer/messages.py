@@ -6,6 +6,8 @@ here: the taker reads them from the giver's memory over NIXL.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 VERSION = 1
@@ -46,26 +48,50 @@ class GroupRows(msgspec.Struct, array_like=True):
     layers: list[LayerRows]
 
 
-class Hello(msgspec.Struct, tag=True):
-    """A taker's first message. identity: `PageIdentity.fields`. formats: of pages that it would convert."""
+def formats_of(groups: Iterable[GroupRows]) -> set[str]:
+    """Names of all formats in pages."""
+    sides = [side for group in groups for layer in group.layers for side in (layer.k, layer.v)]
+    return {side.format for side in sides if side is not None}
+
+
+class Part(msgspec.Struct, array_like=True):
+    """One rank's part of every page. identity: `PageIdentity.fields`. agent: NIXL's metadata of the rank.
+
+    first: address of its first page. groups: how pages lie there.
+    """
+
+    identity: dict[str, str]
+    agent: bytes
+    first: int
+    groups: list[GroupRows]
+
+
+class _Identities(msgspec.Struct):
+    """identity: `PageIdentity.fields` of rank 0's part. others: identities of ranks 1 and up."""
 
     version: int
     identity: dict[str, str]
     formats: list[str]
+    others: list[dict[str, str]] = []
+
+    @property
+    def identities(self) -> list[dict[str, str]]:
+        """Identities of all ranks' parts, in the order of ranks."""
+        return [self.identity, *self.others]
 
 
-class Refused(msgspec.Struct, tag=True):
-    """The identities differ: those of the giver, and its formats' names."""
+class Hello(_Identities, tag=True):
+    """A taker's first message. formats: of pages that it would convert."""
 
-    version: int
-    identity: dict[str, str]
-    formats: list[str]
+
+class Refused(_Identities, tag=True):
+    """The identities differ: the giver's own. formats: of its pages."""
 
 
 class Welcome(msgspec.Struct, tag=True):
-    """instance: names the giver's process. agent: NIXL's metadata. first: address of its first page.
+    """instance: names the giver's process. page_size: tokens. others: the parts of ranks 1 and up.
 
-    page_size: tokens.
+    The remaining fields are those of rank 0's `Part`.
     """
 
     instance: str
@@ -74,6 +100,17 @@ class Welcome(msgspec.Struct, tag=True):
     first: int
     page_size: int
     groups: list[GroupRows]
+    others: list[Part] = []
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of all ranks, in order."""
+        return [Part(self.identity, self.agent, self.first, self.groups), *self.others]
+
+    @property
+    def identities(self) -> list[dict[str, str]]:
+        """Identities of all ranks' parts, in the order of ranks."""
+        return [part.identity for part in self.parts]
 
 
 class Find(msgspec.Struct, tag=True):
@@ -83,7 +120,10 @@ class Find(msgspec.Struct, tag=True):
 
 
 class Found(msgspec.Struct, tag=True):
-    """Where the giver's memory has each page that was asked for, and its checksum; None for a lacking one."""
+    """The index of each page that was asked for in the memory of all the giver's ranks, and its checksum.
+
+    The checksum is that of all parts, concatenated. None for a lacking page.
+    """
 
     instance: str
     places: list[tuple[int, bytes] | None]

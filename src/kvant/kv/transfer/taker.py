@@ -1,7 +1,8 @@
 """Reads pages from the host memory of another engine: a `Source` beside files.
 
 A thread asks where pages lie, reads them over NIXL and checks them. An engine that does not answer, or that
-vanishes while it is read, has no pages: requests compute them.
+vanishes while it is read, has no pages: requests compute them. If a model is divided, each rank reads its
+parts from the rank of the same number (`kvant.parallel.transfer`); this is rank 0's part.
 """
 
 from __future__ import annotations
@@ -12,32 +13,29 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 import zmq
 
 from kvant.errors import NotServable, WayOut
 from kvant.kv.identity import PageIdentity
 from kvant.kv.offload.mover import HostRows
-from kvant.kv.offload.moves import Bell, Key
-from kvant.kv.offload.page_files import checksum
+from kvant.kv.offload.moves import Bell, Key, part_of
 from kvant.kv.offload.source import Prompt, Wanted
 from kvant.kv.pages import CacheIdentity, page_hash, root_hash
 from kvant.kv.transfer import messages
 from kvant.kv.transfer.config import Address
-from kvant.kv.transfer.memory import ReadFailed, RemoteMemory
+from kvant.kv.transfer.memory import ReadFailed
+from kvant.kv.transfer.reader import READ_PAGES, PartReader, Read
+from kvant.kv.transfer.reader import Converter as ConvertsPart
 
 ANSWER_SECONDS = 3.0
 """The longest wait for an answer; a giver waits a second for pages that are on their way."""
 
 RETRY_SECONDS = 5.0
 """Time between two attempts to meet an engine that did not answer."""
-
-READ_PAGES = 128
-"""Pages of one read over NIXL."""
 
 MOST_KNOWN = 1 << 17
 """Pages of the other engine whose places are kept."""
@@ -49,24 +47,30 @@ _log = logging.getLogger(__name__)
 
 
 class Unlike(Exception):
-    """The other engine's pages are not this one's; the text names the first difference."""
+    """The other engine's pages are not this one's; the text names the first difference.
 
-    def __init__(self, why: str, convert: Sequence[str] = ()) -> None:
+    convert: formats whose conversion would help. num_ranks: of the other engine, if that is the difference.
+    """
+
+    def __init__(self, why: str, convert: Sequence[str] = (), num_ranks: int | None = None) -> None:
         super().__init__(why)
         same = WayOut("give both engines the same model, --kv-cache-dtype and --page-size")
         names = ("--kv-transfer-convert", ",".join(convert))
         self.ways_out = (same, WayOut("convert its pages", names)) if convert else (same,)
+        if num_ranks is not None:
+            ranks = ("--tensor-parallel-size", str(num_ranks))
+            self.ways_out = (WayOut("divide both engines alike", ranks),)
 
 
 class Place(NamedTuple):
-    """A page in the memory of the other engine's process `instance`. digest: its hash there."""
+    """A page in the memory of the other engine's process `instance`: its index, all parts' checksums."""
 
     instance: str
-    address: int
+    page: int
     checksum: bytes
 
 
-class Converter(Protocol):
+class Converter(ConvertsPart, Protocol):
     """Pages of another engine as this one's; see `kvant.kv.transfer.convert`."""
 
     @property
@@ -74,22 +78,16 @@ class Converter(Protocol):
         """Names of formats that may be converted."""
         ...
 
-    def check(self, mine: PageIdentity, theirs: messages.Welcome) -> str:
-        """What is converted, in words. Raises Unlike where it cannot be."""
-        ...
-
-    def convert(
-        self, theirs: messages.Welcome, key: Key, row: memoryview, into: memoryview
-    ) -> None:
-        """Decode a page with the codecs of its formats, and encode it with this engine's."""
+    def check(self, mine: Sequence[messages.Part], theirs: messages.Welcome) -> str:
+        """What is converted, in words. mine: of every rank. Raises Unlike where it cannot be."""
         ...
 
 
 class Taker:
     """The other engine's pages. All methods belong to the engine's thread.
 
-    identity: of this engine's pages. rows: its host memory, where pages are read to, kept until it is no
-    longer registered. formats: of this engine.
+    parts: of every rank's pages here. rows: rank 0's host memory, where pages are read to, kept until it is
+    no longer registered.
     Raises NotServable if the engine answers and has unlike pages, and without NIXL. An engine that does not
     answer is asked again.
     """
@@ -99,11 +97,10 @@ class Taker:
     def __init__(
         self,
         address: Address,
-        identity: PageIdentity,
+        parts: Sequence[messages.Part],
         rows: HostRows,
         bell: Bell,
         converter: Converter | None = None,
-        formats: Sequence[str] = (),
     ) -> None:
         self._row = rows.row
         self._work: queue.SimpleQueue[Callable[[_Reader], None] | None] = queue.SimpleQueue()
@@ -111,12 +108,11 @@ class Taker:
         self._read: deque[tuple[Key, bytes | None, float]] = deque()
         self._probed: deque[int] = deque()
         self._num_probes = 0
-        memory = RemoteMemory(f"taker-{id(self):x}-{time.monotonic_ns():x}")
-        memory.register(rows.address, rows.bytes.numel())
+        name = f"taker-{id(self):x}-{time.monotonic_ns():x}"
+        own = PartReader(name, PageIdentity(**parts[0].identity), rows, converter)
         self._reader = reader = _Reader(
-            address, identity, rows.row_bytes, memory, bell, converter, self._known, self._read,
-            self._probed, tuple(formats), rows,
-        )  # fmt: skip
+            address, parts, own, bell, converter, self._known, self._read, self._probed
+        )
         met = threading.Event()
         thread = threading.Thread(
             target=reader.run, args=(self._work, met), name="kvant-take", daemon=True
@@ -140,6 +136,11 @@ class Taker:
         return self._reader.num_bad
 
     @property
+    def giver(self) -> messages.Welcome | None:
+        """What the other engine said, None while it is not met."""
+        return self._reader.giver
+
+    @property
     def is_ready(self) -> bool:
         return self._reader.is_met
 
@@ -157,9 +158,15 @@ class Taker:
         self._work.put(lambda reader: reader.probe(number, pages, windows, prompt))
 
     def read(self, reads: Iterable[tuple[Key, int]]) -> None:
-        found = [
-            (key, self._row(key.group, page), self._known.pop(key, None)) for key, page in reads
-        ]
+        self.read_placed(self.placed(reads))
+
+    def placed(self, reads: Iterable[tuple[Key, int]]) -> list[tuple[Key, int, Place | None]]:
+        """Adds each page's place at the other engine, which is forgotten here; None for an unknown one."""
+        return [(key, page, self._known.pop(key, None)) for key, page in reads]
+
+    def read_placed(self, reads: Sequence[tuple[Key, int, Place | None]]) -> None:
+        """As `read`."""
+        found = [(key, self._row(key.group, page), place) for key, page, place in reads]
         if found:
             self._work.put(lambda reader: reader.read(found))
 
@@ -184,29 +191,30 @@ class _Reader:
     def __init__(
         self,
         address: Address,
-        identity: PageIdentity,
-        row_bytes: tuple[int, ...],
-        memory: RemoteMemory,
+        mine: Sequence[messages.Part],
+        parts: PartReader,
         bell: Bell,
         converter: Converter | None,
         known: OrderedDict[Key, Place],
         done: deque[tuple[Key, bytes | None, float]],
         probed: deque[int],
-        formats: tuple[str, ...],
-        owner: object,
     ) -> None:
-        self._formats, self._owner = formats, owner
-        self._address, self._identity, self._row_bytes = address, identity, row_bytes
-        self._memory, self._bell, self._converter = memory, bell, converter
+        self._address, self._mine, self._parts = address, mine, parts
+        self._bell, self._converter = bell, converter
         self._known, self._done, self._probed = known, done, probed
         self._socket: zmq.Socket[bytes] | None = None
         self._giver: messages.Welcome | None = None
-        self._name = ""
-        self._scratch: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
         self._tried = 0.0
         self._told: set[str] = set()
         self.unlike: Unlike | None = None
-        self.num_bad = 0
+
+    @property
+    def num_bad(self) -> int:
+        return self._parts.num_bad
+
+    @property
+    def giver(self) -> messages.Welcome | None:
+        return self._giver
 
     @property
     def is_met(self) -> bool:
@@ -236,7 +244,7 @@ class _Reader:
         finally:
             met.set()
             self._part()
-            self._memory.close()
+            self._parts.close()
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -273,8 +281,7 @@ class _Reader:
                     if place is None:
                         is_lost |= window is None
                         continue
-                    at = giver.first + giver.groups[group].stride * place[0]
-                    self._known[Key(group, page.digest)] = Place(giver.instance, at, place[1])
+                    self._known[Key(group, page.digest)] = Place(giver.instance, *place)
                 if is_lost:
                     return
             while len(self._known) > MOST_KNOWN:
@@ -284,7 +291,7 @@ class _Reader:
         self, giver: messages.Welcome, pages: Sequence[Wanted], prompt: Prompt
     ) -> dict[bytes, bytes]:
         """The other engine's hash of each page."""
-        if giver.identity == self._identity.fields:
+        if giver.identity == self._mine[0].identity:
             return {page.digest: page.digest for page in pages}
         theirs = PageIdentity(**giver.identity)
         digest = root_hash(CacheIdentity("pages", None, theirs.digest.hex()), salt=prompt.salt)
@@ -317,7 +324,8 @@ class _Reader:
         self._tried = time.monotonic()
         convert = self._converter
         formats = [] if convert is None else sorted(convert.formats)
-        hello = messages.Hello(messages.VERSION, self._identity.fields, formats)
+        own, *others = [part.identity for part in self._mine]
+        hello = messages.Hello(messages.VERSION, own, formats, others)
         answer = self._ask(hello)
         if answer is None or isinstance(answer, messages.Found):
             return
@@ -329,7 +337,7 @@ class _Reader:
             return
         assert isinstance(answer, messages.Welcome)
         try:
-            self._name = self._memory.meet(answer.agent)
+            self._parts.meet(answer.parts[0])
         except Exception as fault:
             self._tell("nixl", f"NIXL does not reach it: {fault}")
             return
@@ -340,20 +348,33 @@ class _Reader:
     def _like(self, answer: messages.Answer) -> str:
         """What is converted, in words, or nothing. Raises Unlike."""
         assert isinstance(answer, (messages.Welcome, messages.Refused))
-        difference = self._identity.difference(answer.identity)
+        if isinstance(answer, messages.Refused) and answer.version != messages.VERSION:
+            raise Unlike(f"it speaks version {answer.version}, here it is {messages.VERSION}")
+        ranks, own_ranks = len(answer.identities), len(self._mine)
+        if ranks != own_ranks:
+            raise Unlike(
+                f"it runs {_ranks(ranks)}, here {_ranks(own_ranks)}: "
+                "a rank reads the pages of the rank of the same number",
+                num_ranks=ranks,
+            )
+        mine = [PageIdentity(**part.identity) for part in self._mine]
+        difference = _difference(mine, answer.identities)
         if isinstance(answer, messages.Refused):
-            if answer.version != messages.VERSION:
-                raise Unlike(f"it speaks version {answer.version}, here it is {messages.VERSION}")
-            theirs, own = ", ".join(answer.formats), ", ".join(self._formats)
-            fixed = self._identity.difference(answer.identity, UNCHANGED)
-            if fixed is not None or answer.formats == list(self._formats):
+            own_formats = sorted(messages.formats_of(self._mine[0].groups))
+            fixed = _difference(mine, answer.identities, UNCHANGED)
+            if fixed is not None or answer.formats == own_formats:
                 raise Unlike(fixed or difference or "it refuses, though nothing differs")
+            theirs, own = ", ".join(answer.formats), ", ".join(own_formats)
             raise Unlike(f"its formats are {theirs}, here they are {own}", answer.formats)
         if difference is not None:
             if self._converter is None:
                 raise Unlike(difference)
-            return self._converter.check(self._identity, answer)
-        if tuple(group.num_bytes for group in answer.groups) != self._row_bytes:
+            return self._converter.check(self._mine, answer)
+        sizes = [
+            [[group.num_bytes for group in part.groups] for part in parts]
+            for parts in (self._mine, answer.parts)
+        ]
+        if sizes[0] != sizes[1]:
             raise Unlike("its pages have other sizes")
         return ""
 
@@ -369,62 +390,22 @@ class _Reader:
             self._bell.ring()
 
     def _read_some(self, reads: Sequence[tuple[Key, memoryview, Place | None]]) -> None:
-        giver, started = self._giver, time.perf_counter()
+        giver = self._giver
+        found: dict[Key, tuple[Key, bytes | None, float]]
+        found = {key: (key, None, 0.0) for key, _, _ in reads}
         here = [
-            (key, row, place)
+            Read(key, row, place.page, part_of(place.checksum, 0))
             for key, row, place in reads
             if giver is not None and place is not None and place.instance == giver.instance
         ]
-        sums: dict[Key, bytes | None] = {key: None for key, _, _ in reads}
         try:
-            if giver is not None and here:
-                self._fill(giver, here, sums)
+            if here:
+                found.update((done[0], done) for done in self._parts.read(here))
         except ReadFailed as fault:
             self._lose(str(fault))
         finally:
-            each = (time.perf_counter() - started) / max(1, len(reads))
-            for key, total in sums.items():
-                self._done.append((key, total, each))
+            self._done += found.values()
             self._bell.ring()
-
-    def _fill(
-        self, giver: messages.Welcome, reads: Sequence[tuple[Key, memoryview, Place]],
-        sums: dict[Key, bytes | None],
-    ) -> None:  # fmt: skip
-        """Read rows, converted where they are others. Adds to `sums`. Raises ReadFailed."""
-        is_same = giver.identity == self._identity.fields
-        rows = [row for _, row, _ in reads] if is_same else self._room(giver, reads)
-        pieces = [
-            (_address(row), place.address, len(row))
-            for row, (_, _, place) in zip(rows, reads, strict=True)
-        ]
-        self._memory.read(self._name, pieces)
-        for row, (key, into, place) in zip(rows, reads, strict=True):
-            if checksum(row) != place.checksum:
-                self.num_bad += 1
-                self._tell("bad", "a page was not what it said, for example because it gave way")
-                continue
-            if is_same:
-                sums[key] = place.checksum
-                continue
-            assert self._converter is not None
-            self._converter.convert(giver, key, row, into)
-            sums[key] = checksum(into)
-
-    def _room(
-        self, giver: messages.Welcome, reads: Sequence[tuple[Key, memoryview, Place]]
-    ) -> list[memoryview]:
-        """Memory for the other engine's pages before they are converted."""
-        if self._scratch is None:
-            most = READ_PAGES * max(group.num_bytes for group in giver.groups)
-            self._scratch = np.zeros(most, np.uint8)
-            self._memory.register(self._scratch.ctypes.data, most)
-        room, at, rows = memoryview(self._scratch.data), 0, list[memoryview]()
-        for key, _, _ in reads:
-            size = giver.groups[key.group].num_bytes
-            rows.append(room[at : at + size])
-            at += size
-        return rows
 
     def _lose(self, why: str) -> None:
         """The engine is gone: what is known of it means nothing."""
@@ -434,8 +415,7 @@ class _Reader:
         self._tried = time.monotonic()
 
     def _part(self) -> None:
-        if self._giver is not None:
-            self._memory.part(self._name)
+        self._parts.part()
         self._giver = None
         self._known.clear()
         if self._socket is not None:
@@ -449,8 +429,17 @@ class _Reader:
             _log.warning("the engine at %s: %s", self._address, text)
 
 
-def _address(row: memoryview) -> int:
-    return int(np.frombuffer(row, np.uint8).ctypes.data)
+def _difference(
+    mine: Sequence[PageIdentity], theirs: Sequence[Mapping[str, str]],
+    among: Collection[str] | None = None,
+) -> str | None:  # fmt: skip
+    """The first difference of the same rank's parts, in words; None if there is none."""
+    found = (a.difference(b, among) for a, b in zip(mine, theirs, strict=True))
+    return next((one for one in found if one is not None), None)
+
+
+def _ranks(count: int) -> str:
+    return "one rank" if count == 1 else f"{count} ranks"
 
 
 def _nothing(reader: _Reader) -> None:
@@ -468,4 +457,5 @@ def _end(
     work: queue.SimpleQueue[Callable[[_Reader], None] | None], thread: threading.Thread
 ) -> None:
     work.put(None)
-    thread.join(2 * ANSWER_SECONDS)
+    if thread is not threading.current_thread():  # garbage may be collected there
+        thread.join(2 * ANSWER_SECONDS)

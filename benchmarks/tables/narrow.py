@@ -1,0 +1,43 @@
+"""docs/weights.md: whole models with narrow weights on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables import Cells, held, table
+
+_MODELS = {
+    "Qwen3-8B, bfloat16": ("Qwen3-8B, bfloat16", None, None),
+    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, norms folded", 430, 9000),
+    "Qwen3-8B, fp8, before": ("Qwen3-8B, fp8, as chosen", None, None),
+    "Qwen3-8B, int4": ("Qwen3-8B, int4, norms folded", 620, 9500),
+    "Qwen3-8B, int4, before": ("Qwen3-8B, int4, as chosen", None, None),
+    "Qwen3-8B, GGUF as Q4_K_M": ("Qwen3-8B, GGUF as Q4_K_M", None, None),
+    "Qwen3-8B, GGUF as Q8_0": ("Qwen3-8B, GGUF as Q8_0", None, None),
+    "Qwen3-30B-A3B, bfloat16": ("qwen3-30b-a3b", None, None),
+    "Qwen3-30B-A3B, fp8 in blocks": (
+        "Qwen3-30B-A3B, fp8 blocks as stored, experts cut anew", 550, None,
+    ),
+    "gpt-oss-20b, bfloat16": ("gpt-oss-20b", None, None),
+    "gpt-oss-20b, mxfp4": ("gpt-oss-20b, mxfp4 as stored, experts cut anew", 450, 4500),
+}  # fmt: skip
+"""Lines of the table: the model's name in the JSON, and goals for 1 and for 32 requests in tok/s."""
+
+
+@table("narrow-models", "h200-narrow-models.json", "h200-decoder.json")
+def models(narrow: Any, wide: Any) -> Cells:
+    speeds = dict(narrow["tokens_per_second"])
+    for row in wide["rows"]:
+        speeds.setdefault(row["shape"], {})[row["load"].partition("x")[0]] = row["tok_s"]
+    lines = [["model", "1 request", "8", "32", "goal, 1 request", "goal, 32"]]
+    for shown, (name, one, many) in _MODELS.items():
+        found = speeds[name]
+        lines.append(
+            [shown, *(f"{found[n]:,.0f}" if n in found else "-" for n in ("1", "8", "32")),
+             _goal(found["1"], one), _goal(found["32"], many)]
+        )  # fmt: skip
+    return lines
+
+
+def _goal(speed: float, goal: int | None) -> str:
+    return "-" if goal is None else held(speed, goal, least=True, shown=f"{goal:,}")

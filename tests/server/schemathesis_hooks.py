@@ -16,7 +16,8 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 CONTRADICTIONS = (
     r"stream_options needs stream to be true",
     r"top_logprobs needs logprobs to be true",
-    r"(max_tokens|max_completion_tokens|n_predict)( and \w+)+ are names of one number, and differ",
+    r"\w+( and \w+)+ are names of one number, and differ",
+    r"(thinking_token_budget|(thinking|reasoning)_budget_tokens): no token of this model is known",
     r"best_of is not offered; it may only be equal to n",
     r"\d+ prompts times n=\d+ are more than \d+ sequences",
     r"a sequence may have \d+ tokens here; the prompt has \d+ and \d+ new ones are asked for",

@@ -1,11 +1,12 @@
 """What families of models write is read the same way whole and cut anywhere.
 
 `WRITTEN` has the forms that chat templates and model cards document, written for this test. `QUOTED` has
-answers of real models: each names the public report that quotes it, and was shortened at most.
+answers of real models: each names the public report that quotes it, and was shortened at most. `RAN` has
+answers of SmolLM2-135M, which ran here.
 
-No public quote was found of Qwen3's calls in JSON, of Mistral's with [ARGS], of DeepSeek R1's calls and of
-SmolLM2's list of calls: these forms are written for this test. Gemma 3 has no marks for calls, so its
-template takes no tools.
+No public quote was found of Mistral's calls with [ARGS] and of DeepSeek R1's calls: these forms are written
+for this test. R1 writes calls as V3 does, and of V3 there is a quote. Gemma 3 has no marks for calls, so its
+template takes no tools, and its calls stay text.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ OSLO = ("get_weather", {"city": "Oslo", "days": 1})
 class Recorded:
     """template: the marks by which a chat template is recognised. prefix: the end of a rendered prompt.
 
-    source: where a real model's answer is quoted, as repository#number on GitHub.
+    source: where a real model's answer is quoted, as repository#number on GitHub, or how it was made.
     """
 
     name: str
@@ -183,6 +184,23 @@ _GLM, _GLM_TURN = "<tool_call> <arg_key> <think> tools", "<|assistant|>\n<think>
 _GEMMA = "<|tool_call>call: <|channel> tools"
 QUOTED = (
     Recorded(
+        "qwen3 4b without thoughts", _HERMES, _CHATML,
+        '<think>\n\n</think>\n\n<tool_call>\n{"name": "search_products", "arguments": '
+        '{"query": "Dell", "category": "electronics", "max_price": 50}}\n</tool_call>',
+        calls=(
+            ("search_products", {"query": "Dell", "category": "electronics", "max_price": 50}),
+        ),
+        source="lmstudio-ai/lmstudio-bug-tracker#821",
+    ),
+    Recorded(
+        "gemma 3 27b, whose template takes no tools", "<start_of_turn>", "<start_of_turn>model\n",
+        'The search term is "tech experts".\n```tool_code\n[filter_dataframe_by_search_term('
+        "column_name='Division', search_terms=['tech experts'])]\n```",
+        'The search term is "tech experts".\n```tool_code\n[filter_dataframe_by_search_term('
+        "column_name='Division', search_terms=['tech experts'])]\n```",
+        source="vllm-project/vllm#14734",
+    ),
+    Recorded(
         "qwen3-coder 30b leaves out the first mark", _QWEN_XML, _CHATML,
         "I'll use the Glob tool to list all markdown files in the current directory.\n\n"
         "<function=Glob>\n<parameter=pattern>\n*.md\n</parameter>\n</function>\n</tool_call>",
@@ -313,16 +331,41 @@ def _joined(parts: list[Part]) -> dict[str, Any]:
     }
 
 
+_LISTS = "<|im_start|> <tool_call> tools"
 SMOLLM2 = Recorded(
-    "smollm2, which lists its calls", "<|im_start|> <tool_call> tools", _CHATML,
+    "smollm2, which lists its calls", _LISTS, _CHATML,
     f'<tool_call>[{{"name": "get_weather", "arguments": {_JSON_PARIS}}}, '
     f'{{"name": "get_weather", "arguments": {_JSON_OSLO}}}]</tool_call>',
     calls=(PARIS, OSLO),
 )  # fmt: skip
+_PROMPT = "LLM('smollm2'), temperature 0, its model card's tool prompt"
+_AFTER_AN_EXAMPLE = f"{_PROMPT} and one example of a call"
+RAN = (
+    Recorded(
+        "smollm2 135m calls", _LISTS, _CHATML,
+        '<tool_call>[\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n]</tool_call>',
+        calls=(PARIS,), source=_AFTER_AN_EXAMPLE,
+    ),
+    Recorded(
+        "smollm2 135m forgets a comma and a brace", _LISTS, _CHATML,
+        '<tool_call>[\n{"name": "get_weather", "arguments": {"city": "Berlin", "time": "2022-01-01T00:00:00Z", '
+        '"weather_data": {"temperature": 25.5}}\n{"name": "get_weather", "arguments": {"city": "Lima", '
+        '"time": "2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.',
+        '[\n{"name": "get_weather", "arguments": {"city": "Berlin", "time": "2022-01-01T00:00:00Z", '
+        '"weather_data": {"temperature": 25.5}}\n{"name": "get_weather", "arguments": {"city": "Lima", '
+        '"time": "2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.',
+        source=_AFTER_AN_EXAMPLE,
+    ),
+    Recorded(
+        "smollm2 135m answers without an example", _LISTS, _CHATML,
+        "The time in Tokyo is 12:30 PM.", "The time in Tokyo is 12:30 PM.",
+        source=_PROMPT,
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "recorded", [*WRITTEN, SMOLLM2, *QUOTED], ids=lambda recorded: recorded.name
+    "recorded", [*WRITTEN, SMOLLM2, *QUOTED, *RAN], ids=lambda recorded: recorded.name
 )
 def test_recorded_outputs_are_read_whole_and_cut_anywhere(recorded: Recorded) -> None:
     text = recorded.output

@@ -133,7 +133,9 @@ def test_a_browser_talks_stops_and_sees_the_cache(
     page.locator("#max_tokens").fill("3500")
     page.locator("#text").fill("a long one")
     page.get_by_role("button", name="Send").click()
-    page.wait_for_selector(".message.assistant:last-child:not(.waits)")  # an empty answer is not kept
+    page.wait_for_selector(
+        ".message.assistant:last-child:not(.waits)"
+    )  # the page keeps no empty one
     page.get_by_role("button", name="Stop").click()
     page.wait_for_selector("#send:not([disabled])")
     locked.wait_idle(5)

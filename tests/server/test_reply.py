@@ -348,12 +348,12 @@ RAN = (
     ),
     Recorded(
         "smollm2 135m forgets a comma and a brace", _LISTS, _CHATML,
-        '<tool_call>[\n{"name": "get_weather", "arguments": {"city": "Berlin", "time": "2022-01-01T00:00:00Z", '
-        '"weather_data": {"temperature": 25.5}}\n{"name": "get_weather", "arguments": {"city": "Lima", '
-        '"time": "2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.',
-        '[\n{"name": "get_weather", "arguments": {"city": "Berlin", "time": "2022-01-01T00:00:00Z", '
-        '"weather_data": {"temperature": 25.5}}\n{"name": "get_weather", "arguments": {"city": "Lima", '
-        '"time": "2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.',
+        '<tool_call>[\n{"name": "get_weather", "arguments": {"city": "Berlin", "time": '
+        '"2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.5}}\n{"name": "get_weather", '
+        '"arguments": {"city": "Lima", "time": "2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.',
+        '[\n{"name": "get_weather", "arguments": {"city": "Berlin", "time": '
+        '"2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.5}}\n{"name": "get_weather", '
+        '"arguments": {"city": "Lima", "time": "2022-01-01T00:00:00Z", "weather_data": {"temperature": 25.',
         source=_AFTER_AN_EXAMPLE,
     ),
     Recorded(

@@ -70,7 +70,8 @@ _NO_EFFECT: Mapping[str, str] = {
         "--use-replayssm --replayssm-buffer-len= --enable-shm-tensor-arena --fail-on-environ-validation "
         "--allow-deprecated-quantization",
     "a preempted sequence is computed again": "--swap-space=",
-    "replicas of an engine run under Ray": "--data-parallel-backend=",
+    "replicas of an engine run under Ray, which places them":
+        "--data-parallel-backend= --data-parallel-size-local=",
     "the processes of one machine's devices are started by Kvant":
         "--distributed-executor-backend= --max-parallel-loading-workers= --distributed-timeout-seconds= "
         "--cpu-distributed-timeout-seconds= --numa-bind --numa-bind-nodes= --numa-bind-cpus= "
@@ -109,7 +110,8 @@ _NO_EFFECT: Mapping[str, str] = {
         "--model-loader-extra-config= --safetensors-load-strategy= --safetensors-prefetch-num-threads= "
         "--safetensors-prefetch-block-size= --pt-load-map-location= --ignore-patterns=",
     "the chat template tells how the model writes reasoning and tool calls":
-        "--enable-auto-tool-choice --tool-call-parser= --reasoning-parser= --reasoning-config=",
+        "--enable-auto-tool-choice --tool-call-parser= --reasoning-parser= --reasoning-config= "
+        "--reasoning-parser-plugin= --tool-parser-plugin= --tool-call-parser-plugin=",
     "the server's only pages are / and /openapi.json": "--disable-fastapi-docs --enable-offline-docs",
     "limits of headers are --max-header-bytes and --max-header-count":
         "--h11-max-incomplete-event-size= --h11-max-header-count=",
@@ -118,7 +120,7 @@ _NO_EFFECT: Mapping[str, str] = {
 
 _REFUSED: Mapping[str, tuple[str, WayOut | None]] = {
     "one process per device of one machine serves": (
-        "--nnodes= --node-rank= --master-addr= --master-port= --headless --data-parallel-size-local= "
+        "--nnodes= --node-rank= --master-addr= --master-port= --headless "
         "--data-parallel-rank= --data-parallel-start-rank= --data-parallel-address= "
         "--data-parallel-rpc-port= --data-parallel-hybrid-lb "
         "--data-parallel-external-lb --data-parallel-supervisor-port= "
@@ -154,9 +156,8 @@ _REFUSED: Mapping[str, tuple[str, WayOut | None]] = {
         WayOut("round the weights while loading: --quantization int4"),
     ),
     "no code of users runs in the server": (
-        "--logits-processors= --io-processor-plugin= --reasoning-parser-plugin= --tool-parser-plugin= "
-        "--tool-call-parser-plugin= --middleware= --worker-cls= --worker-extension-cls= --scheduler-cls= "
-        "--model-class-overrides= --tool-server=",
+        "--logits-processors= --io-processor-plugin= --middleware= --worker-cls= --worker-extension-cls= "
+        "--scheduler-cls= --model-class-overrides= --tool-server=",
         None,
     ),
     "requests are texts or token ids": (
@@ -296,8 +297,9 @@ VLLM: Mapping[str, Foreign] = {
         neutral=("native", ""),
     ),
     "--tokenizer-mode": Foreign(
-        True, no_effect="the tokenizers library is always used", refused="no other tokenizer is offered",
-        neutral=("auto", "hf", "fast", "mistral", "slow"),
+        True, no_effect="tokenizer.json is read, and the chat template or --chat-template renders messages",
+        refused="no other tokenizer is offered",
+        neutral=("auto", "hf", "fast", "mistral", "slow", "deepseek_v32", "deepseek_v4", "inkling"),
     ),
     "--config-format": Foreign(
         True, no_effect="config.json is read", refused="config.json is read",
@@ -341,10 +343,6 @@ VLLM: Mapping[str, Foreign] = {
         way_out=_TENSOR_PARALLEL,
     ),
     "--kv-transfer-config": Foreign(True, becomes=("--kv-offload",), convert=_offload),
-    "--hf-overrides": Foreign(
-        True, refused="a checkpoint's config.json is taken as it is", neutral=("{}",),
-        way_out=WayOut("change the value in a copy of the model's config.json"),
-    ),
     "--hf-config-path": Foreign(
         True, refused="the configuration is the checkpoint's own",
         way_out=WayOut("put config.json into the model's directory"),

@@ -28,6 +28,7 @@ from kvant.kv.request import (
 )
 from kvant.kv.transfer.config import TransferConfig, parse_transfer
 from kvant.kv.wide import ask_wide
+from kvant.models.overrides import parse_overrides
 from kvant.models.pooling import Task
 from kvant.models.quantization import Activations, Quantization
 from kvant.plan.device import host_device
@@ -51,6 +52,13 @@ class PlanOptions:
 
     model: str = option(DEFAULT_MODEL, "Directory, hub id, .gguf file, or smollm2.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.", unset="main")
+    hf_overrides: str | None = option(
+        None,
+        "Values that replace those of config.json, such as a longer context with YaRN; sections are merged.",
+        kind=Kind.OBJECT,
+        metavar="JSON",
+        unset="config.json as it is",
+    )
     dtype: str = option("auto", "Dtype to compute in; auto is the config's.", metavar="D")
     kv_cache_dtype: str | None = _kv(
         None,
@@ -256,6 +264,7 @@ class LLMOptions(TypedDict, total=False):
     """Names and types of the options as Python arguments, for type checkers; see `EngineOptions`."""
 
     revision: str | None
+    hf_overrides: str | Mapping[str, Any] | None
     dtype: str | None
     kv_cache_dtype: str | None
     kv_cache_dtype_skip_layers: str | Sequence[int | str] | None
@@ -360,6 +369,9 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         device=device,
         requests=_kv_requests(settings, options),
         revision=options.revision,
+        overrides=None
+        if options.hf_overrides is None
+        else parse_overrides(options.hf_overrides, asked_by=_by(settings, "hf_overrides")),
         dtype=parse_compute_dtype(options.dtype, asked_by=_by(settings, "dtype")),
         backend=parse_backend(
             options.attention_backend, asked_by=_by(settings, "attention_backend")

@@ -28,6 +28,7 @@ from kvant.models.directory import as_obstacle
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.geometry import DraftFacts, MovingRotary
 from kvant.models.local import LocalModel
+from kvant.models.overrides import ConfigOverrides
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.divided import Division
@@ -44,7 +45,8 @@ DEFAULT_PAGE_SIZE = 16
 class PlanRequest:
     """The user's choices about a plan. Sizes are in bytes; None leaves the choice to the plan.
 
-    dtype: the compute dtype. backend: the only attention backend that is allowed. page_size: in tokens.
+    overrides: values that replace those of the target's config.json. dtype: the compute dtype. backend: the
+    only attention backend that is allowed. page_size: in tokens.
     max_model_len, max_num_seqs, max_num_batched_tokens, prefix_caching: see `Limits`.
     memory_bytes: memory of a device that need not be in this machine. kv_cache_bytes: of all pages.
     state_cache_bytes: of recurrent states kept for the prefix cache. memory_utilization: share of a GPU's
@@ -59,6 +61,7 @@ class PlanRequest:
     device: DeviceFacts
     requests: Requests = NOTHING_ASKED
     revision: str | None = None
+    overrides: ConfigOverrides | None = None
     dtype: ComputeDtype | None = None
     backend: BackendInfo | None = None
     page_size: int = DEFAULT_PAGE_SIZE

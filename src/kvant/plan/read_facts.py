@@ -21,6 +21,7 @@ from kvant.models.geometry.weight_methods import refuse_weights
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.local import LocalModel, ModelSource, Progress
 from kvant.models.locate import locate
+from kvant.models.overrides import with_overrides
 from kvant.models.read_shape import read_shape
 from kvant.models.select import select_forward
 from kvant.models.stored import Stored, read_blocks, read_stored
@@ -55,6 +56,8 @@ def read_facts(
             raise before.refusal  # no download for weights that cannot be read
         blocks = is_target and keeps_blocks(request)
         local = locate(name, revision=revision, weights=weights, blocks=blocks, progress=progress)
+        if is_target and request.overrides is not None:
+            local = with_overrides(local, request.overrides)
         if before is not None and before.local == local and before.weights.by_dtype is not None:
             return before
         found = _read_model(local, request.device, is_target=is_target)

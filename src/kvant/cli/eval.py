@@ -44,6 +44,15 @@ def evaluate(
             help="KV cache format; may be repeated. Default: all that this machine serves.",
         ),
     ] = None,
+    states: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--state-dtype",
+            metavar="F",
+            help="Format of recurrent states; may be repeated. Each is measured with the baseline's K and V, "
+            "and with every --kv-format.",
+        ),
+    ] = None,
     baseline: Annotated[
         str, typer.Option("--baseline", metavar="F", help="Format to compare with.")
     ] = "model",
@@ -171,7 +180,7 @@ def evaluate(
     from kvant.engine.process import wait_without_spinning
 
     wait_without_spinning()  # before torch is imported
-    from kvant.kv.names import parse_format, whole_formats
+    from kvant.kv.names import parse_format, parse_one, whole_formats
     from kvant.kv.wide import ask_wide
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.evaluate import Evaluation, choose_contenders, run_parts
@@ -181,6 +190,7 @@ def evaluate(
     from kvant.plan.speculative_config import parse_speculative_config
 
     named = [parse_format(name, asked_by="--kv-format") for name in formats or ()]
+    of_states = [parse_one(name, asked_by="--state-dtype") for name in states or ()]
     wide = parse_format(baseline, asked_by="--baseline")
     layered = (
         None if layer_format is None else parse_format(layer_format, asked_by="--layer-format")
@@ -219,8 +229,9 @@ def evaluate(
     read = read_text(text, llm)
     check_length(read, extent.contexts, extent.tokens)
     chosen = choose_contenders(
-        llm, wide, named or whole_formats(), layered, named=bool(named), rows=rows
-    )
+        llm, wide, named or (() if of_states else whole_formats()), layered, named=bool(named or of_states),
+        rows=rows, states=of_states,
+    )  # fmt: skip
     evaluation = Evaluation(llm, chosen, read, extent, speculative_config, baseline)
     kept = kept_parts("eval", evaluation.inputs(), restart=restart)
     with progress(kept) as told:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class StatePool:
         self.pages = torch.full((num_rows + 1,), SCRATCH_PAGE, dtype=torch.int64, device=device)
         if arena is None:
             arena = Arena(_alone(plan), num_rows + 1, device)
-            self.pages[:num_rows] = torch.arange(1, num_rows + 1, device=device)
+            self.pages[:num_rows] = own_page(torch.arange(num_rows, device=device))
         place = len(arena.layout.groups) - 1
         group = arena.layout.groups[place]
         assert group.window == STATES
@@ -102,6 +103,14 @@ class StatePool:
         for place, target in copies:
             assert self.drafts is not None
             self._whole[target].copy_(self.drafts._whole[draft_page(place)])
+
+
+_Row = TypeVar("_Row", int, Tensor)
+
+
+def own_page(row: _Row) -> _Row:
+    """The page of a row in a pool with an arena of its own, whose first page is for padding."""
+    return row + 1
 
 
 def draft_page(place: int) -> int:

@@ -8,9 +8,10 @@ from kvant.attention.need import BackendInfo
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
 from kvant.execution.runner import ModelRunner, Runner
-from kvant.kv.names import FormatRequest
+from kvant.kv.geometry import StateKind
+from kvant.kv.names import FormatRequest, Request
 from kvant.kv.pages import SCRATCH, CacheIdentity
-from kvant.kv.request import Asked, AskedWide, KVRequest
+from kvant.kv.request import Asked, AskedState, AskedWide, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.plan.limits import Limits
 from kvant.plan.resolution import resolve_again
@@ -23,16 +24,21 @@ def plan_storing(
     stored: FormatRequest,
     backend: BackendInfo | None = None,
     wide: AskedWide | None = None,
+    state: Request | None = None,
 ) -> KVPlan:
     """Returns the plan of `llm`'s model with K and V stored as asked.
 
     backend: None for the plan's backends. wide: rows that are stored a second time in the model dtype.
+    state: format of recurrent states, None for the one that they have without options.
     """
     asked = Asked(stored, f"--kv-cache-dtype {stored}")
     planned = llm.planned
     if backend is not None:
         planned = replace(planned, request=replace(planned.request, backend=backend))
-    return resolve_again(planned, KVRequest(explicit=(asked,), wide=wide))
+    states: tuple[AskedState, ...] = ()
+    if state is not None:
+        states = (AskedState(StateKind.RECURRENT, state, f"--state-dtype {state}"),)
+    return resolve_again(planned, KVRequest(explicit=(asked,), wide=wide, states=states))
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -86,7 +92,7 @@ def engine_storing(llm: LLM, plan: KVPlan, *, num_seqs: int, max_model_len: int)
     num_pages = SCRATCH + 1 + num_seqs * pages
     return engine_over(
         llm,
-        ModelRunner(inner.model, num_pages, plan),
+        ModelRunner(inner.model, num_pages, plan, max_num_seqs=num_seqs),
         plan,
         num_pages,
         max_num_seqs=num_seqs,

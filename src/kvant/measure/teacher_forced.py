@@ -19,13 +19,14 @@ from kvant.attention.long import list_long
 from kvant.kv.format import Side
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
+from kvant.kv.state_pool import StatePool, own_page
 from kvant.models.loaded import LoadedModel
 
 CHUNK = 128
 
 
 class TextReader:
-    """Reads texts side by side with the KV cache stored as in `plan`, in a separate pool.
+    """Reads texts side by side with the KV cache and states stored as in `plan`, in separate pools.
 
     plan: may differ from the model's plan in formats and backends only. num_texts: number of texts. length:
     their maximum number of tokens. backend: replaces the plan's backends for every layer; backends: likewise,
@@ -45,7 +46,7 @@ class TextReader:
         scales: Mapping[tuple[int, Side], Tensor] | None = None,
         first_position: int = 0,
     ) -> None:
-        self.position = 0
+        self.position = self._marked = 0
         self._first_position = first_position
         self._model = model
         self._num_texts = num_texts
@@ -63,6 +64,11 @@ class TextReader:
             self._backends = (backend,) * len(plan.layers)
         pages = torch.arange(SCRATCH_PAGE + 1, num_pages, dtype=torch.int32, device=device)
         self._table = pages.view(num_texts, self._pages)
+        self._rows: Tensor | None = None
+        self._states: StatePool | None = None
+        if plan.has_states:  # twice: as they are, and as they were when `mark` was called
+            self._rows = torch.arange(num_texts, device=device)
+            self._states = StatePool(plan, 2 * num_texts, device, singly=model.batch_invariant)
 
     def read(self, token_ids: Tensor) -> Tensor:
         """Appends tokens to every text; returns the logits after each of them, [num_texts, n, vocab_size].
@@ -77,6 +83,22 @@ class TextReader:
     def fill(self, token_ids: Tensor) -> None:
         """Appends token_ids [num_texts, n] int64 like `read`, without computing logits."""
         self._step(token_ids, torch.tensor([token_ids.numel() - 1], device=token_ids.device))
+
+    def mark(self) -> None:
+        """Keeps this position and its states, to which `rewind` returns."""
+        self._marked = self.position
+        self._copy_states(0, self._num_texts)
+
+    def rewind(self) -> None:
+        """Returns to the position of the last `mark`, or to the beginning."""
+        self.position = self._marked
+        self._copy_states(self._num_texts, 0)
+
+    def _copy_states(self, source: int, target: int) -> None:
+        if self._states is not None:
+            self._states.copy(
+                [(own_page(source + i), own_page(target + i)) for i in range(self._num_texts)]
+            )
 
     def _step(self, token_ids: Tensor, index: Tensor) -> Tensor:
         """Runs a step; returns logits [len(index), vocab_size] at places `index` of the packed tokens."""
@@ -94,9 +116,11 @@ class TextReader:
             positions=(positions + self._first_position).repeat(texts),
             max_seqlen_q=count,
             max_seqlen_kv=end,
+            rows=self._rows,
+            lengths=None if count == 1 else (count,) * texts,
         )
         step = list_long(step, np.full(texts, count), np.full(texts, end))
-        call = StepCall(step, self._pool, self._backends)
+        call = StepCall(step, self._pool, self._backends, self._states)
         logits = self._model.forward(token_ids.reshape(-1), call, index)
         self.position = end
         return logits

@@ -98,7 +98,7 @@ def test_formats_that_do_not_fit_side_by_side_give_the_same_figures(
 def test_each_layer_and_each_side_is_narrow_alone(llm: LLM) -> None:
     found = choose_contenders(llm, WIDE, [NARROW], None, named=True)
     assert found.layered == "int4_per_token_head"
-    for index, plan in enumerate(found.layers):
+    for index, plan in found.layers.items():
         stored = [str(layer.k.dtype) for layer in plan.layers if layer.k is not None]
         assert [name == "int4_per_token_head" for name in stored] == [
             i == index for i in range(len(stored))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -67,25 +68,30 @@ def compare_windows(
     """
     windows = windows.to(model.device)
     found: dict[str, Compared] = {}
-    for group in _groups(baseline, plans, windows.numel()):
+    for group in _groups(baseline, plans, windows):
         found |= _compare(model, baseline, group, windows, vocab_size, decode, told, scales or {})
     return found
 
 
 def _groups(
-    baseline: KVPlan, plans: Mapping[str, KVPlan], tokens: int
+    baseline: KVPlan, plans: Mapping[str, KVPlan], windows: Tensor
 ) -> Iterator[dict[str, KVPlan]]:
     """Groups as many plans as the pools have room for, at least one."""
     group: dict[str, KVPlan] = {}
-    used = first = baseline.bytes_per_token * tokens
+    used = first = _pool_bytes(baseline, windows)
     for name, plan in plans.items():
-        size = plan.bytes_per_token * tokens
+        size = _pool_bytes(plan, windows)
         if group and used + size > POOL_BYTES:
             yield group
             group, used = {}, first
         group[name] = plan
         used += size
     yield group
+
+
+def _pool_bytes(plan: KVPlan, windows: Tensor) -> int:
+    """Returns the bytes that a reader of these windows takes, with its states and their copies."""
+    return plan.bytes_per_token * windows.numel() + 2 * plan.bytes_per_sequence * len(windows)
 
 
 def _compare(
@@ -109,8 +115,16 @@ def _compare(
     positions = []
     first = context - 1 - decode  # the first decoded position
     tail: list[Tensor] = []
-    for start in range(0, context, chunk):
-        ids = windows[:, start : start + chunk]
+    cuts = (
+        [*range(0, first, chunk), *range(first, context, chunk)]
+        if decode
+        else [*range(0, context, chunk)]
+    )
+    for start, end in pairwise([*cuts, context]):
+        if start == first:
+            for reader in (own, *readers.values()):
+                reader.mark()
+        ids = windows[:, start:end]
         num = min(ids.shape[1], context - 1 - start)
         following = windows[:, start + 1 : start + 1 + num].reshape(-1)
         logits = own.read(ids)[:, :num]
@@ -126,7 +140,7 @@ def _compare(
     decoded: dict[str, list[Distances]] = {name: [] for name in ("", *plans)}
     times: dict[str, list[float]] = {name: [] for name in ("", *plans)}
     for reader in (own, *readers.values()):
-        reader.position = first
+        reader.rewind()
     for place in range(decode):
         at = first + place
         ids, following = windows[:, at : at + 1], windows[:, at + 1]

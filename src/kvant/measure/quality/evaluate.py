@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
-from kvant.kv.names import FormatRequest
+from kvant.kv.names import FormatRequest, Request
 from kvant.kv.request import Asked, AskedWide, KVRequest, parse_rule
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing, runner_of
@@ -69,7 +69,8 @@ class Contenders:
     """The plans to compare, by format name, without formats that need as many bytes as the baseline.
 
     refused: reasons why formats cannot be measured here, by name. layered: the format that each plan of
-    `layers` stores in one layer only. k_only, v_only: the other side is stored as in the baseline.
+    `layers` stores in the layer of its index only, "" without layers. k_only, v_only: the other side is
+    stored as in the baseline; none for formats of states.
     """
 
     baseline: KVPlan
@@ -77,7 +78,7 @@ class Contenders:
     k_only: Mapping[str, KVPlan]
     v_only: Mapping[str, KVPlan]
     layered: str
-    layers: tuple[KVPlan, ...]
+    layers: Mapping[int, KVPlan]
     refused: Mapping[str, str]
 
 
@@ -89,11 +90,13 @@ def choose_contenders(
     *,
     named: bool,
     rows: AskedWide | None = None,
+    states: Sequence[Request] = (),
 ) -> Contenders:
     """Plans all formats. named: the user named them, so a refusal is an error (ConfigError).
 
-    layered: None for the format with the fewest bytes. rows: wide rows beside each format. Raises BadValue if
-    no format is left.
+    layered: None for the format with the fewest bytes. rows: wide rows beside each format. states: formats of
+    recurrent states, each beside the baseline and beside every format. Raises BadValue if no format is left,
+    and if the model has no recurrent states.
     """
     wide = plan_storing(llm, baseline)
     plans: dict[str, KVPlan] = {}
@@ -114,6 +117,11 @@ def choose_contenders(
             refused[name] = fault.why or fault.what
             continue
         plans[name], k_only[name], v_only[name] = plan, k_plan, v_plan
+    narrow = dict(plans)
+    for state in states:
+        for name, one in {"": baseline, **{n: by_name[n] for n in narrow}}.items():
+            label = ", ".join(filter(None, (name, f"state {state}")))
+            plans[label] = plan_storing(llm, one, wide=rows if name else None, state=state)
     if not plans:
         raise BadValue(
             f"no format needs fewer bytes than the baseline, {baseline}",
@@ -121,22 +129,25 @@ def choose_contenders(
             or "a baseline is the widest format, such as the model's own dtype",
             ways_out=(WayOut("compare with the model's own dtype", ("--baseline", "model")),),
         )
-    least = min(plans, key=lambda name: plans[name].bytes_per_token)
+    if layered is None and not narrow:
+        return Contenders(wide, plans, k_only, v_only, "", {}, refused)
+    least = min(narrow, key=lambda name: narrow[name].bytes_per_token, default="")
     chosen = least if layered is None else str(layered)
-    return Contenders(
-        wide, plans, k_only, v_only, chosen, tuple(_layers(llm, baseline, chosen, rows)), refused
-    )
+    layers = dict(_layers(llm, baseline, chosen, rows))
+    return Contenders(wide, plans, k_only, v_only, chosen, layers, refused)
 
 
 def _layers(
     llm: LLM, baseline: FormatRequest, name: str, rows: AskedWide | None
-) -> Iterator[KVPlan]:
-    """Yields plans in which only one layer stores the format, for each layer in turn."""
+) -> Iterator[tuple[int, KVPlan]]:
+    """Yields plans in which only one layer stores the format, for each layer with KV in turn."""
     asked = Asked(baseline, f"--baseline {baseline}")
     for layer in llm.plan.layers:
+        if not layer.geometry.has_kv:
+            continue
         rule = parse_rule(f"{layer.geometry.index}:{name}", asked_by="kvant eval")
         request = KVRequest(explicit=(asked,), format_defaults=False, wide=rows).merged(rule.target)
-        yield resolve_again(llm.planned, request)
+        yield layer.geometry.index, resolve_again(llm.planned, request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +204,14 @@ class Evaluation:
                 found.append(
                     self._comparison(name, who.formats, batch, min(extent.decode, context // 4))
                 )
-        if extent.side_tokens:
+        if extent.side_tokens and who.k_only:
             batch = windows(self.text, self.llm, extent.side_tokens, 0)[:1]
             sides = {f"k {name}": plan for name, plan in who.k_only.items()}
             sides |= {f"v {name}": plan for name, plan in who.v_only.items()}
             found.append(self._comparison("sides", sides, batch, 0))
-        if extent.layer_tokens:
+        if extent.layer_tokens and who.layers:
             batch = windows(self.text, self.llm, extent.layer_tokens, 0)[:1]
-            layers = {str(i): plan for i, plan in enumerate(who.layers)}
+            layers = {str(i): plan for i, plan in who.layers.items()}
             found.append(self._comparison("layers", layers, batch, 0))
         if extent.answers:
             each = generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens

@@ -54,8 +54,10 @@ def page(found: Mapping[str, Any]) -> str:
             "Mean KL divergence by position, over all positions of the window.",
         )
     )
-    if all("k_alone" in one for one in formats.values()):
-        pairs = {name: (one["k_alone"], one["v_alone"]) for name, one in formats.items()}
+    pairs = {
+        name: (one["k_alone"], one["v_alone"]) for name, one in formats.items() if "k_alone" in one
+    }
+    if pairs:
         body.append(
             _figure(
                 _bars(list(pairs), [[k, v] for k, v in pairs.values()], ["K alone", "V alone"]),
@@ -64,7 +66,7 @@ def page(found: Mapping[str, Any]) -> str:
         )
     if "layers" in found:
         layers = found["layers"]
-        names = [str(i) for i in range(len(layers["kld_mean"]))]
+        names = [str(i) for i in layers["index"]]
         body.append(
             _figure(
                 _bars(names, [[kl] for kl in layers["kld_mean"]], [layers["format"]]),

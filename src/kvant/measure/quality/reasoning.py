@@ -207,7 +207,7 @@ class Reasoning:
         assert isinstance(runner, ModelRunner)
         num_pages = SCRATCH + 1 + num_seqs * pages
         engine = engine_over(
-            self.llm, ModelRunner(runner.model, num_pages, plan), plan, num_pages,
+            self.llm, ModelRunner(runner.model, num_pages, plan, max_num_seqs=num_seqs), plan, num_pages,
             max_num_seqs=num_seqs, max_num_batched_tokens=STEP_TOKENS,
             max_model_len=pages * plan.page_size, prefix_caching=not plan.has_states, answers=True,
         )  # fmt: skip

@@ -46,7 +46,7 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
             },
             "decode": _decode(longest[name]),
         }
-        if sides:
+        if f"k {name}" in sides:
             entry["k_alone"] = _mean_kl(sides[f"k {name}"])
             entry["v_alone"] = _mean_kl(sides[f"v {name}"])
         if answers is not None:
@@ -81,7 +81,8 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         alone = unpack(parts["layers"])
         found["layers"] = {
             "format": who.layered,
-            "kld_mean": [_mean_kl(alone[str(i)]) for i in range(len(who.layers))],
+            "index": list(who.layers),
+            "kld_mean": [_mean_kl(alone[str(i)]) for i in who.layers],
         }
     return found
 
@@ -97,14 +98,17 @@ def _wide_rows(plans: Mapping[str, KVPlan]) -> dict[str, Any]:
 
 
 def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns formats for which no other has at most the bytes and at most the mean KL, sorted by bytes."""
-    best = float("inf")
-    found = []
-    for name in sorted(
-        formats, key=lambda n: (formats[n]["bytes_per_token"], formats[n]["kld_mean"])
-    ):
-        if formats[name]["kld_mean"] < best:
-            best = formats[name]["kld_mean"]
+    """Returns formats for which no other has at most the bytes and at most the mean KL, sorted by bytes.
+
+    Bytes are those of a token and, with recurrent states, of a sequence: neither may be more.
+    """
+    sizes = {
+        name: (one["bytes_per_token"], one.get("bytes_per_sequence", 0), one["kld_mean"])
+        for name, one in formats.items()
+    }
+    found: list[str] = []
+    for name in sorted(sizes, key=sizes.__getitem__):
+        if not any(all(a <= b for a, b in zip(sizes[n], sizes[name], strict=True)) for n in found):
             found.append(name)
     return found
 
@@ -115,6 +119,7 @@ def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
     return {
         "bytes_per_token": round(each),
         "bits_per_value": round(16 * each / plan.bytes_per_token_16bit, 4),
+        **({"bytes_per_sequence": plan.bytes_per_sequence} if plan.has_states else {}),
     }
 
 

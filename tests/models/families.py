@@ -50,7 +50,7 @@ _ENCODERS = """
     roberta roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet
     xmod musicgen musicgen_melody moshi reformer gemma4_assistant gemma4_unified_assistant
     blip blip-2 florence2 instructblip instructblipvideo pix2struct pp_formulanet t5gemma2 udop
-    vision-encoder-decoder pi0 evolla
+    vision-encoder-decoder pi0 evolla shieldgemma2
 """
 NO_DECODERS = frozenset(_ENCODERS.split())
 """Encoders, decoders of encoder-decoder models, drafters and others that continue no text alone."""
@@ -103,6 +103,30 @@ _ROTARY_IN_THREE_OF_64 = {
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
+_BYTES = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 96,
+    "vocab_size": 128,
+}  # fmt: skip
+_PER_KIND = {
+    "layer_types": _ALTERNATING,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0}
+        for kind in ("sliding_attention", "full_attention")
+    },
+}
+_SMALL_QWEN_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
+_SMALL_MUSE_TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1,
+}  # fmt: skip
+_INDEXED = {
+    "bos_token_id": 1, "eos_token_id": 2, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+    "indexer_head_dim": 16, "indexer_budget": 16, "indexer_compress_ratio": 4, "hc_lowrank": 8,
+}  # fmt: skip
 _PER_LAYER = {
     "layer_types": _ALTERNATING, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 128,
@@ -119,14 +143,55 @@ _EXTRA: dict[str, dict[str, Any]] = {
          "qwen2_vl"), _ROTARY_IN_THREE,
     ),
     **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga"), _ROTARY_IN_THREE_OF_64),
+    "aya_vision": {
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "image_size": 28, "patch_size": 14}
+    },
     "bailing_hybrid": {"layer_types": _LINEAR, "num_key_value_heads": 4},
     "bamba": {"attn_layer_indices": [1, 3], **_SMALL_MAMBA},
+    "blt": {
+        "patcher_config": _BYTES, "encoder_config": {**_BYTES, "hidden_size_global": 64},
+        "decoder_config": {**_BYTES, "hidden_size_global": 64}, "global_config": _BYTES,
+        "encoder_hash_byte_group_vocab": 128, "encoder_hash_byte_group_size": [2, 3],
+    },
+    "chameleon": {
+        "vocabulary_map": {"<image>": 100, "IMGIMGAZ": 101},
+        "vq_config": {
+            "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "embed_dim": 32,
+            "latent_channels": 32, "num_embeddings": 1, "resolution": 16,
+        },
+    },
+    "codegen": {"rotary_dim": 8},
+    "cohere_compass": {
+        "text_config": _PER_KIND, "vision_config": {**_SMALL_QWEN_TOWER, "deepstack_visual_indexes": [0]},
+    },
+    "cohere_compass_text": _PER_KIND,
+    "cosmos3_edge": {
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2],
+            }
+        },
+        "projector_hidden_size": 64,
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", "sparse"] * 2},
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 32, "output_channels": 32, "num_hidden_layers": 1, "image_size": 64,
+                "num_attention_heads": 2, "mlp_dim": 32, "downsample_channels": [32, 32],
+            },
+            "encoder_config": {**_BYTES, "num_key_value_heads": 4, "hidden_size": 32},
+        },
+    },
     "dots1": {"n_shared_experts": 1},
-    "dots3_note": {"text_config": _LATENT},
+    "dots3_note": {
+        "text_config": _LATENT, "vision_config": {"adapter_out_dim": 64},
+        "audio_config": {"adapter_out_dim": 64},
+    },
     "ernie4_5_vl_moe": {
         "text_config": {**_ROTARY_IN_THREE["text_config"], "moe_intermediate_size": [48, 48]}
     },
@@ -143,6 +208,12 @@ _EXTRA: dict[str, dict[str, Any]] = {
         "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16}, "audio_config": None,
     },
     "gemma4_text": {**_PER_LAYER, "global_head_dim": 32, "num_global_key_value_heads": 2},
+    "glm5_next": {
+        "text_config": {
+            "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16, "index_topk": 16,
+            "index_n_heads": 4, "index_head_dim": 16, "index_kpool": 4, "qk_rope_head_dim": 0,
+        }
+    },
     "got_ocr2": {
         "vision_config": {
             "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 1,
@@ -150,19 +221,42 @@ _EXTRA: dict[str, dict[str, Any]] = {
         }
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
     "granitemoehybrid": {"layer_types": _MAMBA, **_SMALL_MAMBA},
+    "hunyuan_vl": {
+        "text_config": {
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2, 2],
+            }
+        },
+        "vision_config": {"out_hidden_size": 64, "text_hidden_size": 64},
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16,
         "num_key_value_heads": 4},
+    "kimi_k25": {"text_config": _LATENT},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"] * 2}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0], "text_hidden_size": 64},
+        "vision_config": {"num_hidden_layers": 1}},
+    "muse_glimmer": {"vision_config": _SMALL_MUSE_TOWER},
+    "muse_spark": {
+        "vision_config": _SMALL_MUSE_TOWER, "text_config": {"moe_hidden_size": 32},
+        "audio_config": {
+            "out_hidden_size": 64, "num_hidden_layers": 1, "patch_sizes": [16], "hidden_sizes": [32],
+            "depths": [1],
+        },
+    },
     "nemotron_h": {
         "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2,
     },
     "olmo3": {"layer_types": _ALTERNATING},
+    "qwen4_exp": {"text_config": _INDEXED},
+    "qwen4_exp_text": _INDEXED,
     "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
@@ -268,6 +362,10 @@ def compare(name: str, directory: Path) -> Compared:
     try:
         with quiet_transformers():
             config = build(name, directory)
+    except ImportError as fault:
+        return _refused(
+            None, f"transformers needs a package that is not installed: {_short(fault)}"
+        )
     except Exception as fault:  # each class has its own rules for sizes
         return _refused(None, f"no tiny model was made to compare: {_short(fault)}")
     try:

@@ -29,7 +29,7 @@ FAST = (
     "stablelm",  # attention that gets no keywords
     "gpt2",  # learned positions
     "modernbert-decoder",  # an encoder's layers as a decoder
-    "llava",  # a tower
+    "granite4_vision",  # a tower, masks made without a cache
     "qwen2_vl",  # rotary positions in three parts
     "bamba",  # Mamba2
     "kimi_linear",  # keys that decay each by itself, latent attention

@@ -18,7 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -305,7 +311,7 @@ def _run(module: PreTrainedModel) -> Any:
         raise _CannotRun("its forward hands no keywords through to attention")
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     try:
-        with _Numberless(), handing_over(module, _MARKER):  # type: ignore[no-untyped-call]
+        with _Numberless(), _one_sequence(), handing_over(module, _MARKER):  # type: ignore[no-untyped-call]
             return module(
                 input_ids=tokens, position_ids=tokens, use_cache=True, **{ATTENTION_NAME: _MARKER}
             )
@@ -315,6 +321,21 @@ def _run(module: PreTrainedModel) -> Any:
         raise _CannotRun(
             f"its forward cannot be probed without numbers: {_short(fault)}"
         ) from fault
+
+
+@contextmanager
+def _one_sequence() -> Iterator[None]:
+    """Lets masks treat the tokens as one sequence, since positions on the meta device cannot tell."""
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _finds_none
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found
+
+
+def _finds_none(position_ids: Tensor) -> None:
+    pass
 
 
 def _mixes_nothing(text: PreTrainedConfig, index: int) -> bool:

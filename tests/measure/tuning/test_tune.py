@@ -20,7 +20,7 @@ from kvant.kv.request import check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
-from kvant.measure.tuning.policy_file import policy_text, report
+from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
 from kvant.measure.tuning.tune import Tuner, divide_text
 from tests.engine import tiny_chat
 
@@ -99,6 +99,22 @@ def test_a_policy_of_mixed_formats_beats_the_uniform_one(tuner: Tuner, tmp_path:
     modelopt = body["other_engines"]["modelopt"]["kv_cache_quantized_layers"]
     assert {entry["quant_algo"] for entry in modelopt.values()} <= {
         "FP8", "NVFP4", "FP8_K_NVFP4_V",
+    }  # fmt: skip
+
+
+def test_the_map_for_vllm_names_formats_of_vllm_alone() -> None:
+    short, fed = KVDtype.INT4_SHORT, KVDtype.INT4_SHORT_FEEDBACK
+    eight, wide, two = KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.BFLOAT16, KVDtype.NORMAL2
+    assert vllm_map({0: (fed, short), 1: (eight, short), 2: (short, two), 3: (wide, short)}) == {
+        "kv_cache_dtype": "int4_per_token_head", "kv_cache_dtype_skip_layers": ["1", "3"],
+    }  # fmt: skip
+    assert vllm_map({0: (eight, short), 1: (eight, two), 2: (short, short)}) == {
+        "kv_cache_dtype": "turboquant_k8v4", "kv_cache_dtype_skip_layers": [],
+    }  # fmt: skip
+    assert vllm_map({0: (eight, eight)})["kv_cache_dtype"] == "int8_per_token_head"
+    assert vllm_map({0: (two, two)})["kv_cache_dtype"] == "turboquant_3bit_nc"
+    assert vllm_map({0: (wide, wide)}) == {
+        "kv_cache_dtype": "auto", "kv_cache_dtype_skip_layers": [],
     }  # fmt: skip
 
 

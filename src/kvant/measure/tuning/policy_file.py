@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvant.kv.dtype import Follow, KVDtype
+from kvant.kv.dtype import PAIR_NAMES, Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import AskedWide
@@ -18,6 +18,19 @@ from kvant.measure.tuning.tune import Tuned, Verified
 SCHEMA = 1
 _MODELOPT = {(8, 8): "FP8", (8, 4): "FP8_K_NVFP4_V", (4, 4): "NVFP4"}
 """ModelOpt's algorithm for layers with about these bits of K and V."""
+
+Pair = tuple[KVDtype, KVDtype]
+"""A format of K and one of V."""
+
+_ALONE = (
+    KVDtype.FP8_E4M3, KVDtype.FP8_E5M2, KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.FP8_PER_TOKEN_HEAD,
+    KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.NVFP4,
+)  # fmt: skip
+_VLLM: dict[Pair, str] = {
+    **{(dtype, dtype): str(dtype) for dtype in _ALONE},
+    **{pair: name for name, pair in PAIR_NAMES.items() if not pair[0].format.takes_rounding},
+}
+"""Names of narrow formats that vLLM has too; of equally wide ones, the first replaces Kvant's own."""
 
 
 def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str) -> str:
@@ -107,25 +120,20 @@ def _entry(one: Verified) -> dict[str, Any]:
 def other_engines(tuned: Tuned, geometry: ModelGeometry) -> dict[str, Any]:
     """Returns the nearest settings for vLLM and ModelOpt, which are coarser than the policy.
 
-    vLLM stores one format and skips layers, which keep the model dtype. Here it skips the layers that store
-    more bytes than the most frequent pair. ModelOpt names an algorithm per layer.
+    vLLM stores one of its own formats, and skipped layers store the model dtype. Here a layer's nearest
+    format is the narrowest of vLLM's with no fewer bits in K and in V, and the model dtype if there is none.
+    The most frequent one is stored, and layers that need more bits are skipped. So no layer stores fewer bits
+    than in the policy. ModelOpt names an algorithm per layer.
     """
-    sizes: dict[int, int] = {}
-    pairs: dict[int, tuple[KVDtype, KVDtype]] = {}
+    pairs: dict[int, Pair] = {}
     for index in sorted({place[0] for place in tuned.chosen.chosen}):
         k, v = (tuned.chosen.chosen[index, side] for side in Side)
-        sizes[index], pairs[index] = k.bytes + v.bytes, (k.dtype, v.dtype)
-    usual = Counter(pairs.values()).most_common(1)[0][0]
-    size = next(sizes[index] for index, pair in pairs.items() if pair == usual)
-    skipped = [index for index in pairs if sizes[index] > size]
+        pairs[index] = k.dtype, v.dtype
     algos: Mapping[int, str | None] = {
         index: _MODELOPT.get((_about(k), _about(v))) for index, (k, v) in pairs.items()
     }
     return {
-        "vllm": {
-            "kv_cache_dtype": "/".join(dict.fromkeys(map(str, usual))),
-            "kv_cache_dtype_skip_layers": skipped,
-        },
+        "vllm": vllm_map(pairs),
         "modelopt": {
             "kv_cache_schema_version": 1,
             "kv_cache_quantized_layers": {
@@ -135,6 +143,29 @@ def other_engines(tuned: Tuned, geometry: ModelGeometry) -> dict[str, Any]:
             },
         },
     }
+
+
+def vllm_map(pairs: Mapping[int, Pair]) -> dict[str, Any]:
+    """Returns vLLM's settings for the formats of layers, by index; see `other_engines`."""
+    nearest = [_nearest_of_vllm(pair) for pair in pairs.values()]
+    stored = Counter(pair for pair in nearest if pair is not None).most_common(1)
+    if not stored:
+        return {"kv_cache_dtype": "auto", "kv_cache_dtype_skip_layers": []}
+    usual = stored[0][0]
+    skipped = [str(index) for index, pair in pairs.items() if not _holds(usual, pair)]
+    return {"kv_cache_dtype": _VLLM[usual], "kv_cache_dtype_skip_layers": skipped}
+
+
+def _nearest_of_vllm(pair: Pair) -> Pair | None:
+    if pair in _VLLM:
+        return pair
+    fitting = [one for one in _VLLM if _holds(one, pair)]
+    return min(fitting, key=lambda one: sum(dtype.format.bits for dtype in one), default=None)
+
+
+def _holds(one: Pair, other: Pair) -> bool:
+    """Returns whether `one` has no fewer bits than `other` in K and in V."""
+    return all(a.format.bits >= b.format.bits for a, b in zip(one, other, strict=True))
 
 
 def _about(dtype: KVDtype) -> int:

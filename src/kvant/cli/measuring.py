@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvant.cli.output import readable
 from kvant.cli.progress import Told, bars, work
 
 if TYPE_CHECKING:
@@ -20,7 +21,10 @@ ModelArgument = Annotated[str, typer.Argument(help="Directory, hub id, .gguf fil
 TextFile = Annotated[
     Path | None,
     typer.Option(
-        "--text", metavar="FILE", help="Text in UTF-8 or JSON lines. Default: Python's manual."
+        "--text",
+        metavar="FILE",
+        help="Text in UTF-8 or JSON lines. Default: Python's manual.",
+        callback=readable,
     ),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")]
@@ -66,8 +70,21 @@ def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> 
 
 @contextmanager
 def progress(kept: Kept) -> Iterator[Told]:
-    """Yields a function that shows progress. At the end, reports a damaged part of `kept`."""
-    with work("measuring", "tokens") as tell:
-        yield tell
+    """Yields a function that shows progress. At the end, reports a damaged part of `kept`.
+
+    An interruption says how much is kept and how to continue.
+    """
+    try:
+        with work("measuring", "tokens") as tell:
+            yield tell
+    except KeyboardInterrupt:
+        sys.stderr.write(_interrupted(kept))
+        raise
     if kept.note:
         sys.stderr.write(f"{kept.note}\n")
+
+
+def _interrupted(kept: Kept) -> str:
+    if not len(kept):
+        return "kvant: interrupted before the first part was measured; nothing is kept\n"
+    return f"kvant: interrupted; {len(kept)} parts are kept in {kept.path}; the same command continues\n"

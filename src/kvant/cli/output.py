@@ -45,6 +45,22 @@ def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     return path
 
 
+def readable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Returns `path`, or raises BadValue if no file can be read there. A callback of typer."""
+    if path is None:
+        return None
+    why = ""
+    if path.is_dir():
+        why = "it is a directory"
+    elif not path.exists():
+        why = "there is no such file"
+    elif not os.access(path, os.R_OK):
+        why = "there is no permission to read it"
+    if why:
+        raise BadValue(f"{option.opts[0]} {path} cannot be read", why=why)
+    return path
+
+
 OutFile = Annotated[
     Path | None,
     typer.Option(

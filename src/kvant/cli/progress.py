@@ -1,11 +1,12 @@
 """Shows the progress of long work: a bar with the time left, or a spinner for a phase of unknown length.
-Without a terminal it prints plain lines or nothing.
+Without a terminal it prints plain lines.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -30,6 +31,8 @@ from kvant.models import local
 T = TypeVar("T")
 Told = Callable[[int, int], None]
 """Called with the amount of work done, and the total amount."""
+
+SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
@@ -63,13 +66,13 @@ def bars(console: Console) -> Iterator[local.Progress]:
 @contextmanager
 def work(task: str, unit: str = "") -> Iterator[Told]:
     """Yields a function to report progress, shown as a bar on stderr with the time left. It is removed at the
-    end. Without a terminal nothing is shown. Lines printed meanwhile appear above the bar.
+    end. Lines printed meanwhile appear above the bar. Without a terminal, there is a line every 30 seconds.
 
     unit: the unit of the work, such as "tokens". A new total begins a new stage.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda done, total: None
+        yield WorkLines(task, unit, console.file.write)
         return
     with _bar(MofNCompleteColumn(), TextColumn(unit), console=console) as shown:
         current = shown.add_task(task, total=None)
@@ -80,6 +83,37 @@ def work(task: str, unit: str = "") -> Iterator[Told]:
             shown.update(current, completed=done)
 
         yield tell
+
+
+class WorkLines:
+    """Writes a line of long work every `SECONDS_BETWEEN_LINES`: how much is done, and the time left.
+
+    clock: seconds since any moment.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        unit: str,
+        write: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._task, self._unit, self._write, self._clock = task, unit, write, clock
+        self._total: int | None = None
+        self._begin = self._said = clock()
+        self._had = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        if total != self._total:  # a new stage
+            self._total, self._begin, self._had = total, now, done
+        if now < self._said + SECONDS_BETWEEN_LINES:
+            return
+        self._said = now
+        speed = (done - self._had) / (now - self._begin) if now > self._begin else 0
+        left = f", {(total - done) / speed:,.0f} s left" if speed else ""
+        unit = f" {self._unit}" if self._unit else ""
+        self._write(f"kvant: {self._task}: {done:,} of {total:,}{unit}{left}\n")
 
 
 def tracked(items: Iterable[T], total: int, task: str, unit: str = "") -> Iterator[T]:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from kvant.measure.quality import generation
 from kvant.measure.quality.page import page
 from kvant.measure.quality.report import pareto
 from tests.cli.command import kvant
@@ -105,6 +106,33 @@ def test_a_context_beyond_the_models_positions_has_a_way_out(
     assert ran.code == 2
     assert "longer than the model's positions reach" in ran.err
     assert "way out: take the longest context: --context" in ran.err
+
+
+def test_an_interrupted_run_says_what_is_kept_and_continues(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (
+        "eval", model, "--dtype", "float32", "--device", "cpu", "--text", text, "--quick", "--context",
+        "64", "--kv-format", "int4_per_token_head",
+    )  # fmt: skip
+    env = {"KVANT_CACHE": str(tmp_path)}
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation, "answers_of", interrupted)
+        ran = kvant(*arguments, env=env)
+    kept = list(tmp_path.glob("eval/*/*.npz"))
+    assert ran.code == 130
+    assert kept
+    where = kept[0].parent
+    said = f"interrupted; {len(kept)} parts are kept in {where}; the same command continues"
+    assert said in ran.err
+    again = kvant(*arguments, env=env)
+    assert again.code == 0, again.err
+    assert f"continuing with {len(kept)} parts" in again.err
+    assert not where.exists()
 
 
 def test_the_front_holds_what_nothing_else_beats() -> None:

@@ -19,7 +19,15 @@ from kvant.cli.measuring import (
     measured_llm,
     progress,
 )
-from kvant.cli.output import Format, FormatOption, OutFile, figure_table, writable, write_result
+from kvant.cli.output import (
+    Format,
+    FormatOption,
+    OutFile,
+    figure_table,
+    readable,
+    writable,
+    write_result,
+)
 from kvant.errors import BadValue, WayOut
 from kvant.plan.config import DEFAULT_MODEL
 
@@ -115,6 +123,7 @@ def evaluate(
             "--long-reasoning",
             metavar="FILE",
             help="Answer the problems of this file of JSON lines instead, and judge answers by exact match.",
+            callback=readable,
         ),
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Answers to each problem.")] = 4,
@@ -184,11 +193,13 @@ def evaluate(
     from kvant.kv.wide import ask_wide
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.evaluate import Evaluation, choose_contenders, run_parts
+    from kvant.measure.quality.lm_eval import find_command
     from kvant.measure.quality.page import page as render
     from kvant.measure.quality.report import report
     from kvant.measure.quality.texts import check_length, read_text
     from kvant.plan.speculative_config import parse_speculative_config
 
+    _check_mode(long_reasoning, tasks, page)
     named = [parse_format(name, asked_by="--kv-format") for name in formats or ()]
     of_states = [parse_one(name, asked_by="--state-dtype") for name in states or ()]
     wide = parse_format(baseline, asked_by="--baseline")
@@ -205,22 +216,24 @@ def evaluate(
     )
     if speculative_config is not None:
         parse_speculative_config(speculative_config)
+    harness = find_command(lm_eval) if tasks else None  # refused before a model is loaded
     llm = measured_llm(model, dtype, device, attention_backend=attention_backend)
     packages = ("torch", "transformers", "numpy")
     if long_reasoning is not None:
         from kvant.measure.quality.reasoning import Sampling
 
         found = eval_answers.long_reasoning(
-            llm, long_reasoning, wide, named, Sampling(samples, answer_tokens, temperature, top_p), limit,
-            restart=restart,
+            llm, long_reasoning, wide, named, rows, Sampling(samples, answer_tokens, temperature, top_p),
+            limit, restart=restart,
         )  # fmt: skip
         found |= measurement_facts(command_line("kvant"), packages)
         write_result(found, output, out, lambda: eval_answers.print_reasoning(found))
         return
-    if tasks:
+    if tasks and harness is not None:
         found = eval_answers.tasks(
-            llm, model, wide, named, [name for one in tasks for name in one.split(",")],
-            command=lm_eval, include=include, limit=limit, dtype=dtype, device=device,
+            llm, model, wide, named, rows, [name for one in tasks for name in one.split(",")],
+            command=harness, include=include, limit=limit, dtype=dtype, device=device,
+            attention_backend=attention_backend,
         )  # fmt: skip
         found |= measurement_facts(command_line("kvant"), packages)
         write_result(found, output, out, lambda: eval_answers.print_tasks(found))
@@ -242,6 +255,22 @@ def evaluate(
         page.write_text(render(found), encoding="utf-8")
     write_result(found, output, out, lambda: _print(found))
     kept.forget()
+
+
+def _check_mode(long_reasoning: Path | None, tasks: list[str] | None, page: Path | None) -> None:
+    """Raises BadValue for options that one measurement cannot serve together."""
+    if long_reasoning is not None and tasks:
+        raise BadValue(
+            "--long-reasoning and --tasks are two measurements",
+            why="one judges answers to a local file, the other runs lm-eval",
+            ways_out=(WayOut("run kvant eval twice"),),
+        )
+    if page is not None and (long_reasoning is not None or tasks):
+        raise BadValue(
+            f"--html {page} has no plots of right answers",
+            why="it draws KL divergences",
+            ways_out=(WayOut("write the scores as JSON", ("--out", "FILE")),),
+        )
 
 
 def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -> Extent:

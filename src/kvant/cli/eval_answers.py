@@ -15,6 +15,7 @@ from kvant.kv.names import FormatRequest
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
+    from kvant.kv.request import AskedWide
     from kvant.measure.quality.reasoning import Sampling
 
 TASK_TOKENS = 2048
@@ -26,6 +27,7 @@ def long_reasoning(
     path: Path,
     baseline: FormatRequest,
     formats: Sequence[FormatRequest],
+    rows: AskedWide | None,
     sampling: Sampling,
     count: int | None,
     *,
@@ -33,13 +35,15 @@ def long_reasoning(
 ) -> dict[str, Any]:
     """Answers the problems of a file in the baseline and in `formats`. Returns `reasoning.report`.
 
-    count: the most problems, None for all. restart: discard parts of an interrupted run.
+    rows: wide rows beside each of `formats`. count: the most problems, None for all. restart: discard parts
+    of an interrupted run.
     """
     from kvant.measure.own_engine import plan_storing
     from kvant.measure.quality.evaluate import run_parts
     from kvant.measure.quality.reasoning import Reasoning, read_problems, report
 
-    plans = {str(one): plan_storing(llm, one) for one in (baseline, *formats)}
+    plans = {str(baseline): plan_storing(llm, baseline)}
+    plans |= {str(one): plan_storing(llm, one, wide=rows) for one in formats}
     reasoning = Reasoning(llm, plans, read_problems(path, count), sampling)
     kept = kept_parts("eval", reasoning.inputs(), restart=restart)
     with progress(kept) as told:
@@ -87,41 +91,47 @@ def tasks(
     model: str,
     baseline: FormatRequest,
     formats: Sequence[FormatRequest],
+    rows: AskedWide | None,
     names: Sequence[str],
     *,
-    command: Path | None,
+    command: Path,
     include: Path | None,
     limit: int | None,
     dtype: str,
     device: str,
+    attention_backend: str,
 ) -> dict[str, Any]:
     """Runs lm-eval's tasks against a server for each format, one after another. Returns scores by format.
 
-    Raises BadValue if lm-eval is missing or fails.
+    rows: wide rows beside each of `formats`. command: lm_eval. Raises BadValue if it fails.
     """
+    from kvant.kv.groups import bytes_per_token_at
     from kvant.measure.own_engine import plan_storing
-    from kvant.measure.quality.lm_eval import find_command, run_tasks
+    from kvant.measure.quality.lm_eval import run_tasks
 
-    found_command = find_command(command)
     longest = llm.planned.target.geometry.max_model_len or TASK_TOKENS
     length = min(longest, TASK_TOKENS)
-    formats_found = {}
+    formats_found: dict[str, Any] = {}
     for one in tracked((baseline, *formats), 1 + len(formats), "lm-eval", "formats"):
-        plan = plan_storing(llm, one)
+        kept = rows if formats_found else None  # the baseline comes first, and has none
+        plan = plan_storing(llm, one, wide=kept)
+        size = bytes_per_token_at(plan, length)
         flags = (
             "--dtype", dtype, "--device", device, "--kv-cache-dtype", str(one),
             "--max-model-len", str(length), "--max-num-seqs", "8",
-            "--kv-cache-memory", str(8 * (length + 64) * plan.bytes_per_token),
+            "--attention-backend", attention_backend,
+            "--kv-cache-memory", str(round(8 * (length + 64) * size)),
+            *_row_flags(kept),
             # lm-eval gives up on a refusal, so all its requests may wait.
             "--max-num-queued-tokens", str(32 * length),
         )  # fmt: skip
         with served(model, flags) as port:
             scores = run_tasks(
-                found_command, port=port, model=model, tokenizer=llm.model_path, tasks=names, include=include,
+                command, port=port, model=model, tokenizer=llm.model_path, tasks=names, include=include,
                 limit=limit, max_length=length,
             )  # fmt: skip
         formats_found[str(one)] = {
-            "bytes_per_token": plan.bytes_per_token,
+            "bytes_per_token": round(size),
             "scores": [
                 {
                     "task": score.task,
@@ -140,6 +150,16 @@ def tasks(
         "baseline": str(baseline),
         "formats": formats_found,
     }
+
+
+def _row_flags(rows: AskedWide | None) -> tuple[str, ...]:
+    """Returns the server's flags for wide rows."""
+    if rows is None:
+        return ()
+    return (
+        "--kv-recent-tokens", str(rows.recent), "--kv-sink-tokens", str(rows.sink), "--kv-recent-dtype",
+        str(rows.format),
+    )  # fmt: skip
 
 
 def print_tasks(found: dict[str, Any]) -> None:

@@ -129,3 +129,39 @@ def test_the_command_prints_scores(tmp_path: Path) -> None:
     assert shown.code == 0, shown.err
     assert "pass@1" in shown.out
     assert set(json.loads(out.read_text())["formats"]) == {"model", "fp8_e4m3"}
+
+
+def test_answers_read_wide_rows_too(tmp_path: Path) -> None:
+    model = tiny_chat.build(tmp_path)
+    path, out = tmp_path / "problems.jsonl", tmp_path / "out.json"
+    path.write_text(json.dumps({"question": "the sea " * 40, "answer": "1"}) + "\n")
+    shown = kvant(
+        "eval", str(model), "--dtype", "float32", "--long-reasoning", str(path), "--samples", "2",
+        "--answer-tokens", "4", "--kv-format", "int4_per_token_head", "--kv-recent-tokens", "16",
+        "--out", str(out), env={"KVANT_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert shown.code == 0, shown.err
+    found = json.loads(out.read_text())
+    assert found["wide_rows"] == {"sink": 16, "recent": 16, "k": "float32", "v": "float32"}
+    narrow = plan_storing(
+        LLM(model, dtype="float32", kv_cache_memory="1MiB"),
+        parse_format("int4_per_token_head", asked_by="test"),
+    )
+    assert found["formats"]["int4_per_token_head"]["bytes_per_token"] > narrow.bytes_per_token
+
+
+def test_options_that_do_not_go_together_are_refused_before_a_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text(json.dumps({"question": "the sea", "answer": "1"}) + "\n")
+    for options, said in (
+        (("--long-reasoning", problems, "--tasks", "gsm8k"), "are two measurements"),
+        (("--long-reasoning", problems, "--html", tmp_path / "a.html"), "has no plots"),
+        (("--long-reasoning", tmp_path / "none.jsonl"), "cannot be read"),
+        (("--text", tmp_path / "none.txt"), "cannot be read"),
+        (("--tasks", "gsm8k", "--lm-eval", tmp_path / "none"), "lm-eval is not there"),
+    ):
+        ran = kvant("eval", "no-such-model", *options)
+        assert ran.code == 2
+        assert said in ran.err, ran.err

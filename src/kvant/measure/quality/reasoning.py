@@ -19,12 +19,14 @@ import numpy.typing as npt
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, WayOut
 from kvant.execution.runner import ModelRunner
+from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.pages import SCRATCH
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import engine_over
 from kvant.measure.quality.compare import Told
 from kvant.measure.quality.evaluate import Part
 from kvant.measure.quality.kept import model_files
+from kvant.measure.quality.report import described_rows
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
 
@@ -201,7 +203,7 @@ class Reasoning:
         sampling = self.sampling
         longest = max(map(len, prompts)) + sampling.answer_tokens
         pages = -(-longest // plan.page_size)
-        fitting = POOL_BYTES // max(1, pages * plan.page_size * plan.bytes_per_token)
+        fitting = POOL_BYTES // max(1, pages * plan.page_size * _bytes_of_both_forms(plan))
         num_seqs = max(1, min(MOST_SEQS, fitting, len(prompts) * sampling.samples))
         runner = self.llm.engine.runner
         assert isinstance(runner, ModelRunner)
@@ -228,6 +230,12 @@ class Reasoning:
                     length[place] = len(result.token_ids)
                     told(sampling.answer_tokens)
         return {"right": right, "cut": cut, "length": length}
+
+
+def _bytes_of_both_forms(plan: KVPlan) -> int:
+    """Returns a token's bytes in the engines here: without groups, pages hold wide rows of every token."""
+    wide = sum(spec.wide_spec.bytes_per_token for spec in plan.layers if spec.wide_spec is not None)
+    return plan.bytes_per_token + wide
 
 
 def mean_and_error(by_problem: npt.NDArray[np.float64]) -> tuple[float, float]:
@@ -257,9 +265,11 @@ def report(
     """Returns figures by format.
 
     pass_at_1: share of right answers, mean over problems. `against_baseline`: its difference from the first
-    format's, paired by problem. parts: arrays "right", "cut" and "length", [problems, samples], by part name.
+    format's, paired by problem. bytes_per_token: at the mean length of prompt and answer, with wide rows.
+    parts: arrays "right", "cut" and "length", [problems, samples], by part name.
     """
     firsts = range(0, len(reasoning.problems), PROBLEMS_OF_PART)
+    asked = float(np.mean([len(reasoning.prompt(problem)) for problem in reasoning.problems]))
     found: dict[str, dict[str, Any]] = {}
     base: npt.NDArray[np.float64] | None = None
     for number, (name, plan) in enumerate(reasoning.plans.items()):
@@ -272,7 +282,9 @@ def report(
         score, error = mean_and_error(by_problem)
         change, change_error = mean_and_error(by_problem - base)
         found[name] = {
-            "bytes_per_token": plan.bytes_per_token,
+            "bytes_per_token": round(
+                bytes_per_token_at(plan, max(1, round(asked + float(of["length"].mean()))))
+            ),
             "pass_at_1": score,
             "pass_at_1_error": error,
             "against_baseline": change,
@@ -287,5 +299,6 @@ def report(
         "problems": len(reasoning.problems),
         "sampling": asdict(reasoning.sampling),
         "baseline": next(iter(found)),
+        **described_rows(reasoning.plans.values()),
         "formats": found,
     }

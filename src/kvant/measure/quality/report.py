@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -66,7 +66,7 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         "compute_dtype": who.baseline.compute_dtype.value,
         "text": {"name": text.name, "sha256": text.sha256, "tokens": len(text.token_ids)},
         "contexts": list(extent.contexts),
-        **_wide_rows(who.formats),
+        **described_rows(who.formats.values()),
         "noise_floor": _brief(noise),
         "baseline_decode": _speed(longest[""]),
         "formats": formats,
@@ -87,9 +87,9 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
     return found
 
 
-def _wide_rows(plans: Mapping[str, KVPlan]) -> dict[str, Any]:
-    """Describes the tokens that are stored wide too; empty if there are none."""
-    layers = [layer for plan in plans.values() for layer in plan.layers]
+def described_rows(plans: Iterable[KVPlan]) -> dict[str, Any]:
+    """Returns the key `wide_rows`, about tokens that are stored wide too; nothing if there are none."""
+    layers = [layer for plan in plans for layer in plan.layers]
     rows = next((layer.wide for layer in layers if layer.wide is not None), None)
     if rows is None:
         return {}

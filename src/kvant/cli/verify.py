@@ -146,7 +146,7 @@ def _verify_weights(
     else:
         cells = list(verify_products(torch.device("cuda"), TORCH_COMPUTE[compute]))
     found = [
-        {"format": cell.format.summary, "way": cell.way, "rows": list(ROWS),
+        {"format": cell.name, "way": cell.way, "rows": list(ROWS),
          "errors": [float(f"{error:.1e}") for error in cell.errors], "right": cell.is_right}
         for cell in cells
     ]  # fmt: skip
@@ -162,9 +162,9 @@ def _verify_weights(
         for cell in cells:
             errors = "  ".join(f"{error:.1e}" for error in cell.errors)
             said = "" if cell.is_right else "  WRONG"
-            sys.stdout.write(f"{cell.format.summary:48} {cell.way:20} {errors}{said}\n")
+            sys.stdout.write(f"{cell.name:48} {cell.way:32} {errors}{said}\n")
     wrong = [cell for cell in cells if not cell.is_right]
     for cell in wrong:
-        sys.stderr.write(f"FAILED {cell.format.summary}, {cell.way}\n")
+        sys.stderr.write(f"FAILED {cell.name}, {cell.way}\n")
     if wrong:
         raise typer.Exit(1)

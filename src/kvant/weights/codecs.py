@@ -26,7 +26,7 @@ from torch import Tensor
 from kvant.kv.codecs import e2m1
 from kvant.kv.codecs.float8 import FLOAT8
 from kvant.kv.format import Encoding
-from kvant.weights.format import FP8_CHANNEL, WHOLE, Code, Scale, WeightFormat
+from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
 from kvant.weights.rounding import RoundedRows, Rounding
 
 TORCH_SCALE = {
@@ -442,8 +442,6 @@ def per_output(weight: NarrowWeight) -> NarrowWeight:
     """Returns a weight with one scale as a weight with an equal scale for each output."""
     assert weight.format.rows == WHOLE
     made = replace(weight.format, rows=1)
-    if made == FP8_CHANNEL:
-        made = FP8_CHANNEL
     scales = weight.scales.expand(weight.rows).contiguous()
     return replace(weight, format=made, scales=scales)
 

@@ -33,12 +33,13 @@ def multiply(
 ) -> Tensor:
     """Returns x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
 
-    alike: on a GPU, use one kernel for any T, so that no row's result depends on other rows.
-    rounds: round x as `rounded_numbers` does if T is more than `MOST_EXACT`. input_scale: float32 [1] for
-    all of x; None computes scales from x.
+    alike: on a GPU, use one kernel for any T, so that no row's result depends on other rows. No such kernel
+    reads rounded activations, so `rounds` excludes it. rounds: round x as `rounded_numbers` does if T is more
+    than `MOST_EXACT`. input_scale: float32 [1] for all of x; None computes scales from x.
     On a GPU, kernels read the codes, and x may be rounded already as `rounding_of` says. Elsewhere the weight
     is decoded for each product, which is slow.
     """
+    assert not (alike and (rounds or isinstance(x, RoundedRows))), "alike products do not round"
     if weight.device.type == "cuda":
         from kvant.weights import choose
 

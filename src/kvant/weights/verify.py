@@ -42,12 +42,13 @@ _MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 
 @dataclass(frozen=True, slots=True)
 class ProductCell:
-    """Results of one format.
+    """Results of one kind of weights.
 
-    errors: for each of `ROWS`, norm of the error over norm of the product. most: limit.
+    name: of their format. errors: for each of `ROWS`, norm of the error over norm of the product. most: their
+    limit.
     """
 
-    format: WeightFormat
+    name: str
     way: str
     errors: tuple[float, ...]
     most: float
@@ -91,4 +92,4 @@ def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[Produc
                 )
                 found = made.to(torch.float64)
                 errors.append(float((found - expected).norm() / expected.norm()))
-            yield ProductCell(fmt, way, tuple(errors), _MOST[dtype])
+            yield ProductCell(fmt.summary, way, tuple(errors), _MOST[dtype])

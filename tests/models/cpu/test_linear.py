@@ -243,8 +243,9 @@ def test_a_weight_of_zeros_gives_zeros() -> None:
         assert not Linear(pack(torch.zeros(16, 64), code), None)(x).any()
 
 
-def test_verify_judges_every_format_with_exact_and_with_rounded_activations() -> None:
+def test_verify_judges_every_kind_of_weights_in_every_way() -> None:
     cells = list(verify_cpu_products())
-    assert len(cells) == 2 * (len(Code) - 2)
+    assert len(cells) == 3 + 2 * (len(Code) - 2)
+    assert len({(cell.name, cell.way) for cell in cells}) == len(cells)
     assert all(cell.is_right for cell in cells)
     assert all(error > 0 for cell in cells for error in cell.errors)

@@ -17,13 +17,24 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.cpu.parts import Mixture, read_part
+from kvant.models.cpu.rounding import EIGHT_BITS
+from kvant.models.cpu.verify import rounded as rounded_rows
 from kvant.models.cpu.weights import INT4 as INT4_CODE
 from kvant.models.cpu.weights import Code, pack, unpack
 from kvant.models.forward_info import ForwardFacts
+from kvant.models.fused.decoder import fuse
+from kvant.models.fused.experts import Experts, Shared
+from kvant.models.fused.feed_forward import Dense
+from kvant.models.fused.layers import Layer
+from kvant.models.fused.linear import NarrowProduct
+from kvant.models.fused.recipe import Activation
 from kvant.models.loaded import LoadedModel
+from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
+from kvant.weights.codecs import encode
 from tests.attention import driver
 from tests.models import loading, tiny
 
@@ -144,3 +155,27 @@ def test_a_model_with_windows_is_quantised_like_any_other(tmp_path: Path) -> Non
     model = load(path, "mistral", INT8)
     expected, found = rounded(path, INT8), logits(model, [45])
     assert (found - expected).abs().max() < BOUND * expected.abs().max()
+
+
+def test_shared_experts_round_activations_as_other_layers_do(tmp_path: Path) -> None:
+    path = tiny.build("qwen3_moe", tmp_path, vocab_size=tiny.VOCAB)
+    geometry = tiny.geometry("qwen3_moe")
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    model = loading.load(path, plan, geometry, only=MODULES)
+    layer = fuse(model._module, model.plan).model.layers[0]
+    assert isinstance(layer, Layer)
+    assert isinstance(layer.feed_forward, Experts)
+    hidden = layer.feed_forward.router[0].shape[1]
+
+    def narrow(rows: int, columns: int) -> NarrowProduct:
+        return NarrowProduct(encode(torch.randn(rows, columns), Code.Q8_0.format), None)
+
+    dense = Dense(narrow(128, hidden), narrow(hidden, 64), Activation.SILU)
+    experts = replace(layer.feed_forward, shared=Shared(dense))
+    part = read_part(replace(layer, feed_forward=experts), None, EIGHT_BITS)
+    assert isinstance(part.feed_forward, Mixture)
+    assert part.feed_forward.shared is not None
+    (up,) = part.feed_forward.shared.up
+    x = torch.randn(3, hidden)
+    expected = rounded_rows(x) @ unpack(up.weight).to(torch.float64).T
+    torch.testing.assert_close(up(x).to(torch.float64), expected, atol=1e-5, rtol=1e-5)

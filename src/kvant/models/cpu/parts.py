@@ -167,7 +167,7 @@ def read_part(
         read_norm(layer.attn_in),
         mix,
         read_norm(layer.ffn_in),
-        _dense(forward, code, digits) if isinstance(forward, Dense) else _mixture(forward),
+        _dense(forward, code, digits) if isinstance(forward, Dense) else _mixture(forward, digits),
     )
 
 
@@ -175,14 +175,14 @@ def _dense(dense: Dense, code: Code | None, digits: int) -> FeedForward:
     return FeedForward(products(dense.up, code, digits), products(dense.down, code, digits))
 
 
-def _mixture(experts: Experts) -> Mixture:
+def _mixture(experts: Experts, digits: int) -> Mixture:
     (weight, bias), gate_up, down = experts.router, experts.gate_up[0], experts.down[0]
     assert refuse_experts(experts) is None
     assert isinstance(gate_up, Tensor)
     assert isinstance(down, Tensor)
     shared, gate = None, None
     if experts.shared is not None:
-        shared = _dense(experts.shared.dense, None, 0)
+        shared = _dense(experts.shared.dense, None, digits)
         if experts.shared.gate is not None:
             assert isinstance(experts.shared.gate, DenseLinear)
             gate = experts.shared.gate.weight.detach().to(torch.float32)[0].clone()

@@ -8,6 +8,7 @@ import pytest
 from tests.server.harness import Server, build_model
 
 CONNECTIONS = 40
+DEFAULT = ("--kv-cache-dtype", "fp8_per_token_head", "--max-num-seqs", "8")
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[Server]:
     """One server with default limits for every test that does not change its life."""
-    flags = ("--kv-cache-dtype", "fp8_per_token_head", "--max-num-seqs", "8")
-    with Server(model, flags, is_real=True) as server:
+    with Server(model, DEFAULT) as server:
         yield server
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvant.engine.llm import LLM
 from kvant.sampling.sampling_params import SamplingParams
+from tests.server.conftest import DEFAULT
 from tests.server.harness import COMMAND, MODEL_LEN, Server, events
 
 HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    """As a user starts it. Other files' tests are answered by forked processes."""
+    with Server(model, DEFAULT, is_real=True) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

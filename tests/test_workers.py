@@ -54,6 +54,8 @@ def test_every_test_runs_once_whatever_ends_its_worker(spread: str, tmp_path: Pa
         "-rA",
         "-p",
         "no:cacheprovider",
+        "--basetemp",
+        str(tmp_path / "files"),
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options],

@@ -54,6 +54,8 @@ class _Parent:
     def run(self) -> None:
         if (forked := sys.modules.get("tests.forked")) is not None:
             forked.share_server()
+        # Made before the fork: workers then share one directory, which pytest removes at the end.
+        self._session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         try:
             for _ in range(self._count):
                 self._start()

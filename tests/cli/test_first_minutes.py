@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from kvant.cli.chat import Words
-from kvant.cli.progress import bars, tracked, work
+from kvant.cli.progress import WorkLines, bars, tracked, work
 from kvant.engine.llm import LLM
 from kvant.server.messages import Loading
 from kvant.server.serve import _LoadingLog
@@ -173,6 +173,21 @@ def test_work_shows_what_is_done_and_the_time_left(monkeypatch: pytest.MonkeyPat
     assert "2/2" in text
     assert "rows" in text
     assert "0:00:00" in text
+
+
+def test_without_a_terminal_long_work_is_a_line_every_30_seconds() -> None:
+    said: list[str] = []
+    clock = iter((0.0, 0.0, 10.0, 31.0, 40.0, 62.0, 70.0, 99.0))
+    lines = WorkLines("measuring", "tokens", said.append, lambda: next(clock))
+    for done in (0, 1000, 3100, 4000, 6200):
+        lines(done, 12400)
+    lines(0, 10)  # a new stage begins
+    lines(1, 10)
+    assert said == [
+        "kvant: measuring: 3,100 of 12,400 tokens, 93 s left\n",
+        "kvant: measuring: 6,200 of 12,400 tokens, 62 s left\n",
+        "kvant: measuring: 1 of 10 tokens, 261 s left\n",
+    ]
 
 
 def test_a_server_tells_shares_of_long_tasks_and_the_time_left() -> None:

@@ -27,7 +27,7 @@ def compiled(cache: Path, *names: str) -> Counter[str]:
     environment = compile_environment(cache)
     command = [sys.executable, "-m", "tests.engine.interpreted.compiled", *names]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     return Counter(done.stdout.split())

@@ -10,7 +10,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -58,14 +61,37 @@ def test_pieces_are_shown_as_they_come_in_a_pipe() -> None:
     assert shown == ["Hel", "lo wor", "ld"]
 
 
-def test_a_terminal_shows_the_phase_and_removes_it() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+def test_a_terminal_shows_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[Any] = []
+
+    @contextmanager
+    def live(shown: Any, **_: Any) -> Iterator[None]:
+        rows.append(shown)
+        yield
+
+    monkeypatch.setattr("kvant.cli.progress.Live", live)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+
+    def lines() -> list[str]:
+        with console.capture() as capture:
+            console.print(rows[0])
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capture.get())
+        return [line for line in text.splitlines() if line.strip()]
+
     with bars(console) as progress:
-        progress("loading weights", 0, 0)
-        progress("downloading", 2**20, 2**21)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "loading weights" in text
-    assert "downloading" in text
+        for report, word in (
+            (("planning", 0, 0), "planning"),
+            (("converting", 0, 100), "converting"),
+            (("converting", 60, 100), "60/100"),
+            (("converting", 100, 100), "planning"),
+            (("loading weights", 0, 0), "loading weights"),
+            (("loading weights", 5, 10, "rows"), "5/10"),
+            (("recording steps", 0, 0), "5/10"),  # another thread still loads
+            (("loading weights", 10, 10, "rows"), "recording steps"),
+        ):
+            progress(*report)
+            (row,) = lines()
+            assert word in row
 
 
 def test_a_start_tells_its_phases_in_order(path: Path) -> None:

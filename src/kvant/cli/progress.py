@@ -37,8 +37,8 @@ SECONDS_BETWEEN_LINES = 30.0
 
 @contextmanager
 def bars(console: Console) -> Iterator[local.Progress]:
-    """Yields a progress callback for `locate` and `LLM`. It shows one bar for each task and one line for the
-    phase of the start, which are removed at the end.
+    """Yields a progress callback for `locate` and `LLM`. It shows the phase of the start, or in its place a
+    bar for the task that runs. Both are removed at the end.
     """
     if not console.is_terminal:
         yield _lines(console)
@@ -57,7 +57,10 @@ def bars(console: Console) -> Iterator[local.Progress]:
                 return
             if task not in tasks:
                 tasks[task] = several.add_task(task, total=total)
-        several.update(tasks[task], completed=done, total=total)
+            is_running = done < total
+            several.update(tasks[task], completed=done, total=total, visible=is_running)
+            bars_shown = any(one.visible for one in (*sized.tasks, *counted.tasks))
+            phase.update(current, visible=not bars_shown)
 
     with Live(Group(phase, sized, counted), console=console, transient=True):
         yield show

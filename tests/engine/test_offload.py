@@ -243,7 +243,9 @@ def test_a_long_prompt_is_looked_for_in_files_once_it_is_hashed(
     settle(engine)
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     engine.submit(prompt(5, 8), params)
-    engine.step()
+    while not runner.num_run_tokens:  # its pages are looked for, too
+        engine.step()
+        engine.move(0.001)
     before = runner.num_run_tokens
     assert run(engine, [prompt(0)]) == [tuple(answer(prompt(0), NUM_TOKENS))]
     assert runner.num_run_tokens - before <= 60 + PAGE + NUM_TOKENS
@@ -430,8 +432,9 @@ def test_host_memory_that_the_system_refuses_ends_with_a_way_out() -> None:
         HostRows((1 << 20,), 1 << 30, 1 << 20, (1,), pinned=False)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_copies_that_find_no_memory_stop_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_find_no_memory_stop_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Host memory is exhausted while pages leave and come back; later it is not."""
     engine, _ = offloading()
 
@@ -452,6 +455,14 @@ def test_copies_that_find_no_memory_stop_no_request(monkeypatch: pytest.MonkeyPa
     engine.scheduler.allocator.forget_all()
     assert [run(engine, [prompt(i)])[0] for i in range(8)] == expected
     assert counts(engine)[1] == 0
+    stats = engine.stats.offload
+    assert stats is not None
+    assert stats.host.bad == 0, "the pages are what was stored"
+    assert stats.host.num_pages > 0
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[0] for text in told] == [
+        f"pages could not be copied {way} host memory (MemoryError)" for way in ("to", "from")
+    ]
     monkeypatch.setattr(MemoryCopier, "load", real[1])
     for _ in range(2):
         engine.scheduler.allocator.forget_all()

@@ -166,6 +166,7 @@ class PagesMoved(msgspec.Struct, frozen=True, tag="moved"):
     checksums: tuple[bytes | None, ...]
     num_bytes: int
     seconds: float
+    fault: str = ""
 
 
 class FilesDone(msgspec.Struct, frozen=True, tag="files"):

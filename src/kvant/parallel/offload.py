@@ -103,7 +103,9 @@ class RankedMover:
             self._jobs[done.job][0] = done
         for rank, told in emptied(self._ranks.told.moved):
             parts = self._jobs[told.job]
-            parts[rank] = Moved(told.job, told.checksums, told.num_bytes, told.seconds)
+            parts[rank] = Moved(
+                told.job, told.checksums, told.num_bytes, told.seconds, told.fault
+            )
         whole = [job for job, parts in self._jobs.items() if len(parts) == self._size]
         return [_whole(self._jobs.pop(job)) for job in whole]
 
@@ -117,6 +119,7 @@ def _whole(parts: Mapping[int, Moved]) -> Moved:
         tuple(joined(of_page) for of_page in sums),
         sum(part.num_bytes for part in ordered),
         max(part.seconds for part in ordered),
+        next((f"rank {n}: {part.fault}" for n, part in enumerate(ordered) if part.fault), ""),
     )
 
 

@@ -31,15 +31,19 @@ def test_anything_else_is_refused(text: str) -> None:
 
 def test_restores_are_chosen_by_measured_rates() -> None:
     policy = BreakEven(least_tokens=64, latency=0.0, host_rate=1e9)
-    assert not policy.pays(63, {"host": 1, "disk": 0}), "too few tokens"
-    assert policy.pays(64, {"host": 1 << 40, "disk": 1 << 40}), "prompts were not measured yet"
+    assert not policy.pays(63, {"host": 1, "disk": 0}, 0), "too few tokens"
+    assert policy.pays(64, {"host": 1 << 40, "disk": 1 << 40}, 0), "prompts were not measured yet"
     policy.note_prompts(1000, 1.0)
-    assert policy.pays(1000, {"host": 900_000_000, "disk": 0})
-    assert not policy.pays(1000, {"host": 1_100_000_000, "disk": 0})
+    assert policy.pays(1000, {"host": 900_000_000, "disk": 0}, 0)
+    assert not policy.pays(1000, {"host": 1_100_000_000, "disk": 0}, 0)
     policy.note_copy("disk", 100, 1.0)  # the first measurement takes the place of what was declared
-    assert policy.pays(1000, {"host": 0, "disk": 99})
-    assert not policy.pays(1000, {"host": 0, "disk": 101})
+    assert policy.pays(1000, {"host": 0, "disk": 99}, 0)
+    assert not policy.pays(1000, {"host": 0, "disk": 101}, 0)
     policy.note_copy("host", 10**10, 1.0)
-    assert policy.pays(1000, {"host": 5 * 10**9, "disk": 0})
+    assert policy.pays(1000, {"host": 5 * 10**9, "disk": 0}, 0)
+    assert policy.pays(1000, {"host": 0}, 1000), "30 us a page"
+    policy.note_pages(10, 0.02)
+    assert policy.pays(1000, {"host": 0}, 499)
+    assert not policy.pays(1000, {"host": 0}, 501), "the engine's thread is slower than computing"
     policy.note_prompts(10, 1.0)
     assert policy.tokens_per_second == 1000, "steps with few tokens show no speed of prompts"

@@ -51,6 +51,23 @@ def test_a_page_comes_back_as_it_was_written(files: PageFiles) -> None:
         read(files, 2)
 
 
+def test_writers_of_one_number_do_not_share_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers may each have a process 1. One writes the same page while the other one does."""
+    one, two = (PageFiles(tmp_path, IDENTITY, 1 << 20) for _ in range(2))
+    replace_file = os.replace
+
+    def late(*paths: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace_file)
+        write(two, 1)
+        replace_file(*paths)
+
+    monkeypatch.setattr(os, "replace", late)
+    write(one, 1)
+    assert read(one, 1) == DATA
+
+
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

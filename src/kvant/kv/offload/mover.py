@@ -8,6 +8,7 @@ copies, on a stream of their own; a step that runs meanwhile does not wait for t
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
@@ -33,6 +34,7 @@ CHUNK_BYTES = 16 << 20
 _CHECKED_BYTES = 8 << 20
 """Bytes whose checksums one task computes at most: several threads work for the chunk that is next."""
 
+_log = logging.getLogger(__name__)
 _HASHERS = min(8, os.cpu_count() or 1)
 
 
@@ -196,10 +198,10 @@ class PageMover:
         try:
             done = work(job, moves, mark)
         except BaseException as fault:
-            threading.excepthook(
-                threading.ExceptHookArgs((type(fault), fault, fault.__traceback__, None))
-            )
-            done = Moved(job, (None,) * len(moves), 0, 0.0)
+            _log.debug("pages were not copied", exc_info=True)
+            text = str(fault).partition("\n")[0]
+            why = f"{type(fault).__name__}: {text}" if text else type(fault).__name__
+            done = Moved(job, (None,) * len(moves), 0, 0.0, why)
         if done is not None:
             self._done.append(done)
             self._bell.ring()

@@ -39,13 +39,14 @@ class Move(NamedTuple):
 class Moved:
     """A finished job. checksums: of each page in host memory; None for a page that is not what it was.
 
-    num_bytes, seconds: what was copied and how long it took, waiting in the queue not counted.
+    fault: why nothing was copied, in words; then every checksum is None. num_bytes, seconds: what was copied and how long it took, waiting in the queue not counted.
     """
 
     job: int
     checksums: tuple[bytes | None, ...]
     num_bytes: int
     seconds: float
+    fault: str = ""
 
 
 class Mover(Protocol):

@@ -19,6 +19,7 @@ import json
 import os
 import struct
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ class PageFiles:
         self.directory, self.identity, self.budget = directory, identity, budget
         self._digest = identity.digest
         self.home = directory / self._digest.hex()[:32]
-        self._numbers = itertools.count()
+        # Not the process's id: several containers that share the directory may each have a process 1.
+        self._writer, self._numbers = uuid.uuid4().hex, itertools.count()
         try:
             self.home.mkdir(parents=True, exist_ok=True)
             self.write_whole(self.home / "identity.json", json.dumps(identity.fields).encode())
@@ -206,7 +208,7 @@ class PageFiles:
 
     def write_whole(self, path: Path, *parts: bytes | memoryview, durable: bool = False) -> None:
         """Write a file that others see whole or not at all. durable: also after a loss of power."""
-        beside = path.with_name(f"{_TEMPORARY}{os.getpid()}-{next(self._numbers)}")
+        beside = path.with_name(f"{_TEMPORARY}{self._writer}-{next(self._numbers)}")
         try:
             with open(beside, "xb", buffering=0) as file:
                 for part in parts:

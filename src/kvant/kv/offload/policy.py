@@ -10,6 +10,9 @@ LEAST_TOKENS = 64
 LATENCY = 0.002
 """Seconds from the request of a restore until a step can use its pages, beside the copies themselves."""
 
+PAGE_SECONDS = 30e-6
+"""Seconds of the engine's thread for each restored page until they were measured."""
+
 HOST_RATES = {"cpu": 4e9, "cuda": 20e9}
 """Bytes per second from host memory to a kind of device until copies were measured."""
 
@@ -26,7 +29,8 @@ _WEIGHT = 0.3
 class BreakEven:
     """Compares bytes over the measured rate of a tier with tokens over the measured rate of prompts.
 
-    least_tokens: fewer are never restored. latency: see LATENCY. host_rate: see HOST_RATES. Attention
+    least_tokens: fewer are never restored. latency: see LATENCY. host_rate: see HOST_RATES. The time of the
+    engine's thread for each page counts too, since no step begins meanwhile. Attention
     over a long context makes the recomputation slower than this estimate: the rule errs on the side of
     computing.
     """
@@ -39,6 +43,7 @@ class BreakEven:
     ) -> None:
         self.least_tokens, self.latency = least_tokens, latency
         self.bytes_per_second = {"host": host_rate, "disk": _DISK_RATE, "peer": _PEER_RATE}
+        self.seconds_per_page = PAGE_SECONDS
         self._prompts = [0.0, 0.0]  # smoothed tokens and seconds of a step
         self._is_measured: set[str] = set()
 
@@ -47,6 +52,13 @@ class BreakEven:
         if num_bytes and seconds > 0:
             self.bytes_per_second[tier] = self._smoothed(
                 tier, self.bytes_per_second[tier], num_bytes / seconds
+            )
+
+    def note_pages(self, num_pages: int, seconds: float) -> None:
+        """The engine's thread took so long to restore pages, beside the copies themselves."""
+        if num_pages:
+            self.seconds_per_page = self._smoothed(
+                "page", self.seconds_per_page, seconds / num_pages
             )
 
     def note_prompts(self, num_tokens: int, seconds: float) -> None:
@@ -63,18 +75,19 @@ class BreakEven:
         tokens, seconds = self._prompts
         return tokens / seconds if seconds else 0.0
 
-    def pays(self, num_tokens: int, num_bytes: Mapping[str, int]) -> bool:
+    def pays(self, num_tokens: int, num_bytes: Mapping[str, int], num_pages: int) -> bool:
         """Whether restoring these bytes takes less time than computing the tokens whose K and V they are.
 
         num_bytes: by tier; "host": of all pages, which pass host memory; of the others those of pages that
-        only they have. Before prompts were measured it always does.
+        only they have. num_pages: how many these are. Before prompts were measured it always does.
         """
         if num_tokens < self.least_tokens:
             return False
         if not self.tokens_per_second:
             return True
         rates = self.bytes_per_second
-        restore = self.latency + sum(size / rates[tier] for tier, size in num_bytes.items())
+        restore = self.latency + num_pages * self.seconds_per_page
+        restore += sum(size / rates[tier] for tier, size in num_bytes.items())
         return restore < num_tokens / self.tokens_per_second
 
     def _smoothed(self, name: str, before: float, now: float) -> float:

@@ -125,11 +125,12 @@ class _Load:
 
 @dataclass(slots=True)
 class _Part:
-    """A job of a load. first: the place of its first key."""
+    """A job of a load. first: the place of its first key. seconds: that beginning it took this thread."""
 
     load: int
     first: int
     moves: list[Move]
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -347,6 +348,8 @@ class Tiers:
         store = self._stores.pop(done.job)
         counts = self._counts["host"]
         log = self._host.log
+        if done.fault:
+            self._note_fault("to", done.fault)
         for offer, page, checksum in zip(
             store.offers, store.host_pages, done.checksums, strict=True
         ):
@@ -427,7 +430,7 @@ class Tiers:
                 source = None if self.in_host(key) else self._source_of(key)
                 if source is not None:
                     num_bytes[source.tier] = num_bytes.get(source.tier, 0) + sizes[key.group]
-        return bool(keys) and self.policy.pays(num_tokens, num_bytes)
+        return bool(keys) and self.policy.pays(num_tokens, num_bytes, len(keys))
 
     def fetch(self, number: int, keys: Sequence[Key]) -> bool:
         """Begin to read pages that host memory lacks. False if there are none, or no room for them."""
@@ -497,6 +500,7 @@ class Tiers:
             self._end_load(load)
 
     def _begin(self, load: int, found: _Load) -> None:
+        started = time.perf_counter()
         first, host_pages = found.num_begun, list[int]()
         keys = found.keys[first : first + LOAD_PAGES]
         for key in keys:
@@ -521,20 +525,26 @@ class Tiers:
         found.num_begun += len(moves)
         found.num_jobs += 1
         job = next(self._jobs)
-        self._parts[job] = _Part(load, first, moves)
         self._mover.load(job, moves)
+        self._parts[job] = _Part(load, first, moves, time.perf_counter() - started)
 
     def _loaded(self, done: Moved) -> None:
+        started = time.perf_counter()
         part = self._parts.pop(done.job)
         load = self._loads[part.load]
         load.num_jobs -= 1
         counts = self._counts["host"]
         self.policy.note_copy("host", done.num_bytes, done.seconds)
+        if done.fault:
+            self._note_fault("from", done.fault)
         for place, (move, checksum) in enumerate(
             zip(part.moves, done.checksums, strict=True), part.first
         ):
             key, told = load.keys[place], load.told[place]
             host, device = self._host.every[key.group], self._shared.every[key.group]
+            if done.fault:
+                load.is_whole = False
+                continue
             if checksum is None:
                 self._note_bad("host", "a page in host memory is not what was stored")
                 load.is_whole = False
@@ -551,6 +561,9 @@ class Tiers:
                 log.stored(key.digest, *told)
         for place, group in enumerate(self._host.every):
             group.release([move.host_page for move in part.moves if move.group == place])
+        if not done.fault:
+            seconds = part.seconds + time.perf_counter() - started
+            self.policy.note_pages(len(part.moves), seconds)
         if load.is_over:
             self._end_load(part.load)
 
@@ -720,6 +733,14 @@ class Tiers:
         if tier not in self._known_bad:
             self._known_bad.add(tier)
             _log.error("%s: it is computed again; later ones are only counted", what)
+
+    def _note_fault(self, way: str, fault: str) -> None:
+        """A copy could not be made. Pages stay what they are; a request computes what it lacks."""
+        if way not in self._known_bad:
+            self._known_bad.add(way)
+            _log.error(
+                "pages could not be copied %s host memory (%s): later faults are not told", way, fault
+            )
 
     @property
     def _groups(self) -> range:

@@ -71,6 +71,15 @@ def methods(data: Any) -> Cells:
     return lines
 
 
+@table("conversions", "smollm2-conversions.json")
+def conversions(data: Any) -> Cells:
+    kl = {(row["source"], row["target"]): row["kld_mean"] for row in data["rows"]}
+    names = list(dict.fromkeys(source for source, _ in kl))
+    lines = [["pages of", *names]]
+    lines += [[source, *(f"{kl[source, name]:.5f}" for name in names)] for source in names]
+    return lines
+
+
 @table("wide-rows", "wide-rows.json")
 def wide_rows(data: Any) -> Cells:
     lines = [["stored as", "wide rows", "context", "bits", "mean KL", "its standard error", "99 %",

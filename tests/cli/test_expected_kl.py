@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvant.cli.expected_kl import _MEASURED
+from kvant.kv.transfer.measured import MEASURED
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import kvant
 
@@ -63,6 +64,21 @@ def test_shipped_figures_are_those_of_the_recorded_measurements() -> None:
     assert sorted(one["kld_mean"] for one in shipped) == sorted(
         round(row["kld_mean"], 6) for row in measured
     )
+
+
+def test_what_conversions_lose_is_shown_where_it_was_measured() -> None:
+    recorded = json.loads((BENCHMARKS / "smollm2-conversions.json").read_text())
+    (found,) = json.loads(MEASURED.read_text()).values()
+    kl = {(row["source"], row["target"]): row["kld_mean"] for row in recorded["rows"]}
+    for (source, target), mean in kl.items():
+        assert found["kld_mean"][source][target] == round(mean, 6)
+    transfer = ("--kv-offload", "host:1MiB", "--kv-transfer", "take:127.0.0.1:5700")
+    asked = (*transfer, "--kv-transfer-convert", "fp8_per_token_head,nvfp4")
+    shown = kvant("plan", "smollm2", "--kv-cache-dtype", "int4_per_token_head", *asked).out
+    pair = kl["fp8_per_token_head", "int4_per_token_head"]
+    assert f"of the conversion: {pair:.2g}, measured on SmolLM2-135M-Instruct" in shown
+    assert "pages of nvfp4 become int4_per_token_head: KL divergence: not measured" in shown
+    assert "become" not in kvant("plan", "smollm2", *transfer).out
 
 
 @pytest.mark.parametrize(

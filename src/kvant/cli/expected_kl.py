@@ -9,8 +9,10 @@ from typing import Any
 from kvant.kv.dtype import KVDtype
 from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.kv.spec import KVPlan, ScaleState, WideRows
+from kvant.kv.transfer.measured import conversion_kl
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.parameters import QKNorm
+from kvant.plan.plan import Plan
 
 _MEASURED = Path(__file__).with_name("measured_kl.json")
 """Measurements by the geometry's fingerprint: mean KL divergence from the model's own dtype, in nats, and
@@ -45,6 +47,22 @@ def expected_kl(kv: KVPlan, geometry: ModelGeometry) -> str | None:
         f"expected KL divergence: {entry['kld_mean']:.2g} nats, measured on {found['model']}{rows} in "
         f"windows of {entry['context']:,} tokens"
     )
+
+
+def conversions(plan: Plan) -> list[str]:
+    """Returns a line about the KL divergence of each format of other engines' pages that is converted."""
+    asked, kv = plan.request.transfer, plan.target.kv
+    if asked is None:
+        return []
+    target = ", ".join(kv.formats)
+    is_known = len(kv.formats) == 1 and not _is_calibrated_fp8(kv)
+    fingerprint = plan.target.geometry.fingerprint if is_known else ""
+    sources = sorted(dtype.format.name for dtype in asked.convert)
+    return [
+        f"pages of {source} become {target}: {conversion_kl(fingerprint, source, target)}"
+        for source in sources
+        if source != target
+    ]
 
 
 def risk(kv: KVPlan, geometry: ModelGeometry) -> str | None:

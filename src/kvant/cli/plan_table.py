@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvant.cli.expected_kl import expected_kl, risk
+from kvant.cli.expected_kl import conversions, expected_kl, risk
 from kvant.cli.output import plain
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
@@ -38,6 +38,8 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
     expected = expected_kl(kv, plan.target.geometry)
     if expected is not None:
         console.print(Text(expected), soft_wrap=True)
+    for line in conversions(plan):
+        console.print(Text(line), soft_wrap=True)
     if plan.draft is not None:
         console.print(Text(f"drafter {plan.draft.local.name}", style="bold"))
         print_layers(plan.draft, console)

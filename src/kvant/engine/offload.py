@@ -113,9 +113,9 @@ def _exchange(
 ) -> tuple[Takers | None, Give | None]:  # fmt: skip
     from kvant.kv.transfer.exchange import exchange
 
-    page_size = planned.target.kv.page_size
+    page_size, fingerprint = planned.target.kv.page_size, planned.target.geometry.fingerprint
     if spread is None:
-        return exchange(config, identity, runner.pools, page_size)
+        return exchange(config, identity, runner.pools, page_size, fingerprint=fingerprint)
     from kvant.parallel.runner import RankedRunner
     from kvant.parallel.transfer import RankedPeer
 
@@ -123,6 +123,7 @@ def _exchange(
     ranks = runner.ranks
     return exchange(
         config, identity, runner.pools, page_size,
+        fingerprint=fingerprint,
         others=lambda: spread.parts,
         spread=lambda number, own: RankedPeer(number, own, ranks),
     )  # fmt: skip

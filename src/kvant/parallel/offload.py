@@ -103,9 +103,7 @@ class RankedMover:
             self._jobs[done.job][0] = done
         for rank, told in emptied(self._ranks.told.moved):
             parts = self._jobs[told.job]
-            parts[rank] = Moved(
-                told.job, told.checksums, told.num_bytes, told.seconds, told.fault
-            )
+            parts[rank] = Moved(told.job, told.checksums, told.num_bytes, told.seconds, told.fault)
         whole = [job for job, parts in self._jobs.items() if len(parts) == self._size]
         return [_whole(self._jobs.pop(job)) for job in whole]
 

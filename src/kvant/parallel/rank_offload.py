@@ -137,7 +137,11 @@ class PageParts:
             while True:
                 self._bell.wait(60.0)
                 for done in self._mover.take():
-                    self._say(PagesMoved(done.job, done.checksums, done.num_bytes, done.seconds, done.fault))
+                    self._say(
+                        PagesMoved(
+                            done.job, done.checksums, done.num_bytes, done.seconds, done.fault
+                        )
+                    )
                 if self._files is not None:
                     self._tell_files(self._files)
         except OSError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from kvant.kv.offload.moves import Key
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 from kvant.kv.transfer.convert import CodecConverter, groups_of
+from kvant.kv.transfer.measured import MEASURED
 from kvant.kv.transfer.messages import Part, Welcome
 from kvant.kv.transfer.taker import Unlike
 
@@ -80,7 +83,7 @@ def test_a_page_becomes_what_both_codecs_say(of: KVDtype, into: KVDtype) -> None
     MemoryCopier(pieces_of([theirs]), there).store(0, [2], [1])()
     converter = converter_to(mine, of, other)
     welcome = welcome_of(theirs, there)
-    assert "KL" in converter.check(mine_of(mine), welcome)
+    assert "KL divergence: not measured" in converter.check(mine_of(mine), welcome)
     converter.convert(welcome.groups, Key(0, b""), there.row(0, 1), here.row(0, 2))
     MemoryCopier(pieces_of([mine]), here).load(0, [3], [2])()
     for layer in range(2):
@@ -94,6 +97,28 @@ def test_a_page_becomes_what_both_codecs_say(of: KVDtype, into: KVDtype) -> None
             expected = codec_for(b).encode(decoded, scale)
             for plane, want in zip(written, expected, strict=True):
                 assert torch.equal(plane[3].view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def test_the_handshake_tells_the_measured_loss() -> None:
+    """A stand-in has the fingerprint of the model that was measured."""
+    (fingerprint, found), *_ = json.loads(MEASURED.read_text()).items()
+    fp8, int8 = KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD
+    theirs, mine = pool_of(fp8, fp8), pool_of(int8, int8)
+    groups = groups_of([mine], rows_of(mine))
+    converter = CodecConverter([mine], groups, PAGE, frozenset({fp8}), fingerprint)
+    said = converter.check(mine_of(mine), welcome_of(theirs, rows_of(theirs)))
+    loss = found["kld_mean"]["fp8_per_token_head"]["int8_per_token_head"]
+    assert f"of the conversion: {loss:.2g}, measured on {found['model']}" in said
+    mixed = pool_of(int8, KVDtype.BFLOAT16)
+    converter = CodecConverter([mixed], groups, PAGE, frozenset({fp8}), fingerprint)
+    assert "KL divergence: not measured" in converter.check(
+        mine_of(mixed), welcome_of(theirs, rows_of(theirs))
+    )
+    scaled = pool_of(KVDtype.FP8_E4M3, KVDtype.FP8_E4M3)
+    converter = CodecConverter([scaled], groups, PAGE, frozenset({fp8}), fingerprint)
+    assert "KL divergence: not measured" in converter.check(
+        mine_of(scaled), welcome_of(theirs, rows_of(theirs))
+    )
 
 
 def test_what_no_conversion_changes_is_refused_by_its_name() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections import deque

@@ -39,7 +39,8 @@ class Move(NamedTuple):
 class Moved:
     """A finished job. checksums: of each page in host memory; None for a page that is not what it was.
 
-    fault: why nothing was copied, in words; then every checksum is None. num_bytes, seconds: what was copied and how long it took, waiting in the queue not counted.
+    fault: why nothing was copied, in words; then every checksum is None. num_bytes, seconds: what was copied
+    and how long it took, waiting in the queue not counted.
     """
 
     job: int

@@ -739,7 +739,9 @@ class Tiers:
         if way not in self._known_bad:
             self._known_bad.add(way)
             _log.error(
-                "pages could not be copied %s host memory (%s): later faults are not told", way, fault
+                "pages could not be copied %s host memory (%s): later faults are not told",
+                way,
+                fault,
             )
 
     @property

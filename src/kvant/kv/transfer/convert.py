@@ -21,6 +21,7 @@ from kvant.kv.offload.mover import HostRows
 from kvant.kv.offload.moves import Key
 from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.spec import Choice, Role
+from kvant.kv.transfer.measured import conversion_kl
 from kvant.kv.transfer.messages import GroupRows, LayerRows, Part, SideRows, Welcome
 from kvant.kv.transfer.taker import UNCHANGED, Unlike
 
@@ -44,13 +45,15 @@ def groups_of(pools: Sequence[KVPool], rows: HostRows) -> list[GroupRows]:
 class CodecConverter:
     """Converts pages to those of `pools`, one pool of a model without drafter.
 
-    formats: that may be converted. groups: of this engine.
+    formats: that may be converted. groups: of this engine. fingerprint: of the model's geometry, to say what
+    the conversion loses.
     """
 
     def __init__(
         self, pools: Sequence[KVPool], groups: Sequence[GroupRows], page_size: int,
-        formats: frozenset[KVDtype],
+        formats: frozenset[KVDtype], fingerprint: str = "",
     ) -> None:  # fmt: skip
+        self._fingerprint = fingerprint
         self._formats = frozenset(dtype.format.name for dtype in formats)
         self._groups, self._page_size = groups, page_size
         self._pool = pools[0]
@@ -76,14 +79,23 @@ class CodecConverter:
             )
         if not self._whole:
             raise Unlike("pages of drafters, wide rows and states are not converted")
-        changes: dict[str, None] = {}
+        changes: dict[tuple[str, str], bool] = {}
         for own, part in zip(mine, theirs.parts, strict=True):
-            changes |= self._changes(own.groups, part.groups)
-        return f", converted: {', '.join(changes)} (KL divergence of the conversion: not measured)"
+            for change, has_scales in self._changes(own.groups, part.groups):
+                changes[change] = changes.get(change, False) or has_scales
+        said = ", ".join(f"{a} becomes {b}" for a, b in changes)
+        ((source, target), has_scales), *more = changes.items()
+        is_known = not more and not has_scales
+        loss = conversion_kl(self._fingerprint if is_known else "", source, target)
+        return f", converted: {said} ({loss})"
 
-    def _changes(self, mine: Sequence[GroupRows], theirs: Sequence[GroupRows]) -> dict[str, None]:
-        """What is converted in one rank's part, in words. Raises Unlike."""
-        changes: dict[str, None] = {}
+    def _changes(
+        self, mine: Sequence[GroupRows], theirs: Sequence[GroupRows]
+    ) -> Iterator[tuple[tuple[str, str], bool]]:
+        """Yields the formats of each converted side, and whether either has scales other than 1.
+
+        Raises Unlike.
+        """
         if len(theirs) != len(mine):
             raise Unlike("its layers lie in other groups of pages")
         for their_group, group in zip(theirs, mine, strict=True):
@@ -100,8 +112,8 @@ class CodecConverter:
                             f"its format {a.format} is not among the converted ones "
                             f"(--kv-transfer-convert {','.join(sorted(self._formats))})"
                         )
-                    changes[f"{a.format} becomes {b.format}"] = None
-        return changes
+                    scales = (*(a.scale or ()), *(b.scale or ()))
+                    yield (a.format, b.format), any(value != 1 for value in scales)
 
     def convert(
         self, theirs: Sequence[GroupRows], key: Key, row: memoryview, into: memoryview

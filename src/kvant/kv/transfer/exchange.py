@@ -26,12 +26,16 @@ def own_part(identity: PageIdentity, pools: Sequence[KVPool], rows: HostRows) ->
 
 
 def converter_of(
-    config: TransferConfig, pools: Sequence[KVPool], part: Part, page_size: int
-) -> CodecConverter | None:
-    """Converts to this rank's part `part` of pages, if any format is to be converted."""
+    config: TransferConfig, pools: Sequence[KVPool], part: Part, page_size: int,
+    fingerprint: str = "",
+) -> CodecConverter | None:  # fmt: skip
+    """Converts to this rank's part `part` of pages, if any format is to be converted.
+
+    fingerprint: as in `CodecConverter`.
+    """
     if not config.convert:
         return None
-    return CodecConverter(pools, part.groups, page_size, config.convert)
+    return CodecConverter(pools, part.groups, page_size, config.convert, fingerprint)
 
 
 def exchange(
@@ -40,18 +44,19 @@ def exchange(
     pools: Sequence[KVPool],
     page_size: int,
     *,
+    fingerprint: str = "",
     others: Callable[[], Sequence[Part]] = tuple,
     spread: Callable[[int, Taker], Source] = lambda _, own: own,
 ) -> tuple[Takers | None, Give | None]:
     """What `build_tiers` takes as peers and give. identity: of the pages in `pools`, which are rank 0's.
 
-    others: returns the parts of ranks 1 and up, once host memory was made. spread: extends the source of
-    that number to all ranks.
+    fingerprint: of the model's geometry, to say what conversions lose. others: returns the parts of ranks 1
+    and up, once host memory was made. spread: extends the source of that number to all ranks.
     """
 
     def takers(rows: HostRows, bell: Bell) -> Sequence[Source]:
         parts = [own_part(identity, pools, rows), *others()]
-        converter = converter_of(config, pools, parts[0], page_size)
+        converter = converter_of(config, pools, parts[0], page_size, fingerprint)
         return [
             spread(number, Taker(address, parts, rows, bell, converter))
             for number, address in enumerate(config.take)

@@ -159,6 +159,62 @@ def test_a_broken_layer_is_refused_before_loading_by_the_tensors_name(
     assert f"{_UP}.{tensor}" in str(refused.value)
 
 
+_NOT_NEEDED = {"weight_shape", "g_idx"}
+"""Tensors that a layer may lack: its shape is known, and its inputs are in order."""
+
+
+def _spoiled(scale: Tensor, value: float) -> Tensor | None:
+    """The scale with one bad number; None if its dtype has no such number, or means one by it."""
+    made = scale.clone()
+    if scale.dtype is torch.uint8:
+        made.view(-1)[3] = 255
+        return made if value != value else None
+    if scale.dtype is torch.float8_e4m3fn and value in (0.0, float("inf")):
+        return None
+    made.view(-1)[0] = value
+    return made
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_missing_tensors_and_bad_scales_of_every_dialect_are_refused_by_name(
+    dialect: str, tmp_path: Path
+) -> None:
+    _all_are_refused(dialect, tmp_path, (float("nan"),), shapes=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_broken_tensors_of_every_dialect_are_refused_by_name(dialect: str, tmp_path: Path) -> None:
+    _all_are_refused(dialect, tmp_path, (float("inf"), 0.0, -1.0), shapes=True)
+
+
+def _all_are_refused(
+    dialect: str, directory: Path, bad: tuple[float, ...], *, shapes: bool
+) -> None:
+    path, _ = build(directory, dialect, num_hidden_layers=2)
+    whole = load_file(path / "model.safetensors")
+    layer = {n: t for n, t in whole.items() if n.startswith(f"{_UP}.")}
+    broken: list[tuple[str, Tensor | None]] = []
+    for name, tensor in layer.items():
+        short = name.removeprefix(f"{_UP}.")
+        if shapes:
+            less = tensor[..., :-1] if tensor.ndim else tensor.repeat(3)
+            broken += [(name, less), (name, tensor.to(torch.complex64))]
+        elif short not in _NOT_NEEDED:
+            broken.append((name, None))
+        if "scale" in short:
+            broken += [(name, made) for v in bad if (made := _spoiled(tensor, v)) is not None]
+    assert broken
+    for name, made in broken:
+        tensors = {n: t for n, t in whole.items() if n != name}
+        if made is not None:
+            tensors[name] = made.contiguous()
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(BadCheckpoint) as refused:
+            load(path)
+        assert name in str(refused.value)
+
+
 def test_reordered_inputs_are_refused_by_name(tmp_path: Path) -> None:
     path, _ = build(tmp_path, "gptq")
 
@@ -185,7 +241,7 @@ def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None
     weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
     weights["group_size"] = 64  # down_proj has 96 inputs
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(BadCheckpoint):
+    with pytest.raises(BadCheckpoint, match=r"layers\.0\.mlp\.down_proj cannot be stored"):
         load(path)
 
 

@@ -30,7 +30,7 @@ _SCALE_OF = {
 class Part:
     """A tensor of a layer: its allowed dtypes, as safetensors names them, and its allowed shapes.
 
-    is_scale: its numbers must be finite and above zero. ways_out: what an error about this tensor suggests.
+    is_scale: `check_scales` must accept its numbers. ways_out: what an error about this tensor suggests.
     """
 
     dtypes: tuple[str, ...]
@@ -76,8 +76,8 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
     if dialect in (Dialect.NVFP4_PACK, Dialect.MXFP4_PACK, Dialect.MODELOPT_NVFP4):
         packed = Part(("U8",), ((rows, columns // 2),))
         if dialect is Dialect.MXFP4_PACK:
-            return {"weight_packed": packed, "weight_scale": Part(("U8",), shared)}
-        scale = Part(("F8_E4M3",), shared)
+            return {"weight_packed": packed, "weight_scale": Part(("U8",), shared, is_scale=True)}
+        scale = Part(("F8_E4M3",), shared, is_scale=True)
         if dialect is Dialect.NVFP4_PACK:
             return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": one}
         return {"weight": packed, "weight_scale": scale, "weight_scale_2": one}
@@ -125,8 +125,7 @@ def read_experts(
     BadCheckpoint for scales that are NaN.
     """
     fmt, blocks, scales = scheme.format, tensors["blocks"], tensors["scales"]
-    if bool((scales == 255).any()):
-        raise BadCheckpoint(f"{name}_scales holds NaN", why="its numbers would be NaN")
+    check_scales(f"{name}_scales", scales)
     codes = torch.empty(count * rows, columns // 2, dtype=torch.uint8, device=blocks.device)
     for expert, packed in enumerate(blocks.view(count, rows, columns // 2)):
         wide = torch.stack((packed & 15, packed >> 4), -1).view(rows, columns)
@@ -159,18 +158,26 @@ def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] 
 
 
 def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -> None:
-    """Raises BadCheckpoint for scales [..] that are NaN, infinite, zero or negative."""
-    wide = scales.to(torch.float32)
-    if not bool(torch.isfinite(wide).all()):
+    """Raises BadCheckpoint for scales [..] that are NaN, infinite, zero or negative.
+
+    uint8: exponents, of which 255 is NaN. e4m3: zero is a scale, to which small ones of nvfp4 are rounded.
+    """
+    small = scales.dtype is torch.float8_e4m3fn
+    if scales.dtype is torch.uint8:
+        refused = bool((scales == 255).any())
+    else:
+        scales = scales.to(torch.float32)
+        refused = not bool(torch.isfinite(scales).all())
+    if refused:
         raise BadCheckpoint(
             f"{name} holds NaN or infinite scales",
             why="its numbers would be NaN",
             ways_out=ways_out,
         )
-    if bool((wide <= 0).any()):
+    if scales.dtype is not torch.uint8 and bool((scales < 0 if small else scales <= 0).any()):
         raise BadCheckpoint(
-            f"{name} holds scales that are zero or negative",
-            why="whole blocks would be lost",
+            f"{name} holds scales that are {'' if small else 'zero or '}negative",
+            why="whole blocks would be lost or change their signs",
             ways_out=ways_out,
         )
 

@@ -238,8 +238,10 @@ def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None:
     path, _ = build(tmp_path, "ct int4")
     config = json.loads((path / "config.json").read_text())
-    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    weights["group_size"] = 64  # down_proj has 96 inputs
+    groups = config["quantization_config"]["config_groups"]
+    weights = {**groups["group_0"]["weights"], "group_size": 64}  # down_proj has 96 inputs
+    groups["group_0"]["targets"] = ["re:.*(?<!down)_proj$"]
+    groups["group_1"] = {"targets": ["re:.*down_proj$"], "weights": weights}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadCheckpoint, match=r"layers\.0\.mlp\.down_proj cannot be stored"):
         load(path)

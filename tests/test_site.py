@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from kvant.cli.main import app
 from kvant.errors import BadValue
 from kvant.server.api_error import CODES
 from tests.cli.command import kvant
+from tests.server.harness import RUN, Server
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -98,6 +102,55 @@ def _context(command: object) -> object:
 
 def test_the_quickstart_fits_on_a_screen() -> None:
     assert len((DOCS / "index.md").read_text().splitlines()) <= 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_quickstart_runs(server_of_a_command: Callable[[str], Server]) -> None:
+    page = (DOCS / "index.md").read_text()
+    lines = [line for name, line in _commands() if name == "index.md"]
+    *others, serve = lines
+    assert [line.split()[1] for line in lines] == ["doctor", "chat", "plan", "serve"]
+    said = {}
+    for line in others:
+        name, *arguments = shlex.split(line)[1:]
+        done = _run(name, *arguments, text="Hello\n" if name == "chat" else "")
+        assert done.returncode == 0, (line, done.stderr)
+        said[name] = done.stdout
+    assert "cpu" in said["doctor"]
+    assert len(said["chat"].split()) > 1
+    assert "fp8_per_token_head" in said["plan"]
+
+    server = server_of_a_command(serve)
+    (path, body) = re.findall(r"curl 127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'", page, re.DOTALL)[0]
+    answer = server.post(path, json.loads(body))
+    assert answer.status == 200
+    assert answer.json["choices"][0]["message"]["content"]
+    assert server.get("/").status == 200
+
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run((sys.executable, "-c", snippet), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    stored = int(done.stdout.split()[-1])
+    assert f"{stored:,} bytes per token" in said["plan"]
+
+
+def _run(*arguments: str, text: str) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-c", RUN, *arguments)
+    return subprocess.run(command, input=text, capture_output=True, text=True)
+
+
+@pytest.fixture
+def server_of_a_command() -> Iterator[Callable[[str], Server]]:
+    """Starts the server of a line of the docs, on a free port and with little memory."""
+    with ExitStack() as ends:
+
+        def start(line: str) -> Server:
+            model, *flags = shlex.split(line)[2:]
+            server = Server(Path(model), (*flags, "--port", "0"), is_real=True)
+            return ends.enter_context(server)
+
+        yield start
 
 
 @pytest.mark.slow

@@ -254,10 +254,20 @@ def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "groups of 48"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 0}, "groups of 0"),
+        (
+            {
+                "quant_method": "compressed-tensors", "format": "pack-quantized",
+                "config_groups": {"a": {
+                    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group"},
+                }},
+            },
+            "groups of None",
+        ),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "64"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_run_as_stored_says_why(declared: dict[str, Any], says: str) -> None:
     found = read_stored({"quantization_config": declared}, GPU)
     assert isinstance(found, NotStored)
@@ -298,6 +308,38 @@ def test_ignored_layers_keep_their_numbers() -> None:
     assert isinstance(found, Stored)
     assert found.scheme("model.layers.0.mlp.down_proj") is None
     assert found.scheme("model.layers.0.mlp.up_proj") is not None
+
+
+def test_layers_have_formats_of_their_own_and_some_have_none(tmp_path: Path) -> None:
+    """Down projections in fp8, one layer as numbers, the rest in int4."""
+    path, numbers = build(tmp_path / "int4", "ct int4")
+    other, eights = build(tmp_path / "fp8", "ct fp8 channel")
+    plain = "model.layers.0.self_attn.q_proj"
+    whole, down = (load_file(one / "model.safetensors") for one in (path, other))
+    made = {n: x for n, x in whole.items() if "down_proj" not in n and plain not in n}
+    made |= {n: x for n, x in down.items() if "down_proj" in n}
+    made[f"{plain}.weight"] = numbers[f"{plain}.weight"] = torch.randn(64, 64)
+    save_file(made, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    declared = config["quantization_config"]
+    groups = declared["config_groups"]
+    declared |= {"format": "mixed-precision", "ignore": ["lm_head", plain]}
+    groups["group_0"] |= {"format": "pack-quantized", "targets": ["re:.*(?<!down)_proj$"]}
+    eight = DIALECTS["ct fp8 channel"][0]["config_groups"]["group_0"]
+    groups["group_1"] = {**eight, "format": "float-quantized", "targets": ["re:.*down_proj$"]}
+    (path / "config.json").write_text(json.dumps(config))
+    module = load(path)._module
+    for name, part in module.named_modules():
+        if isinstance(part, NarrowLinear):
+            wanted = eights if name.endswith("down_proj") else numbers
+            assert torch.equal(decode(part.narrow), wanted[f"{name}.weight"]), name
+    assert torch.equal(module.get_submodule(plain).weight, numbers[f"{plain}.weight"])
+
+
+def test_a_tied_head_stays_the_embedding(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "awq", tie_word_embeddings=True)
+    module = load(path)._module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
 
 
 def test_a_gpu_runs_a_stored_checkpoint_in_kvants_own_decoder() -> None:

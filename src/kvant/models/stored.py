@@ -291,13 +291,13 @@ def _integers(
     width = fields.integer(*bits, most=16)
     if width != 4:
         return NotStored(f"{dialect.value} weights of {width} bits are not 4 bits wide")
-    size = fields.optional_integer(*group, least=-1) or 128
-    return _int4(dialect, size, zero_points=zero_points)
+    size = fields.optional_integer(*group, least=-1)
+    return _int4(dialect, 128 if size is None else size, zero_points=zero_points)
 
 
-def _int4(dialect: Dialect, size: int, *, zero_points: bool) -> Scheme | NotStored:
+def _int4(dialect: Dialect, size: int | None, *, zero_points: bool) -> Scheme | NotStored:
     """Returns a scheme of groups of `size`. A scale per output becomes equal scales of groups of 128."""
-    if size < 0:
+    if size is not None and size < 0:
         return NotStored("4-bit weights with a scale per output have no groups")
     return _grouped(dialect, "int4", Code.INT4, size, zero_points)
 
@@ -384,7 +384,7 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
         return Scheme(Dialect.MXFP4_PACK, MXFP4)
     symmetric = weights.flag("symmetric", True)
     if kind == "int" and bits == 4 and layout == "pack-quantized" and strategy == "group":
-        return _int4(Dialect.PACK_QUANTIZED, group or 128, zero_points=not symmetric)
+        return _int4(Dialect.PACK_QUANTIZED, group, zero_points=not symmetric)
     if kind == "int" and bits == 8 and symmetric and strategy == "channel":
         if layout == "int-quantized":
             return Scheme(Dialect.INT_QUANTIZED, INT8_CHANNEL)

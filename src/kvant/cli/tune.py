@@ -244,7 +244,10 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
         console.print(f"[dim]bytes are those of a sequence of {tuned.length:,} tokens[/]")
     if best is not None and best.figures.kld_mean > 0:
         share = tuned.policy.figures.kld_mean / best.figures.kld_mean
-        console.print(f"{share:.2f} times the KL divergence of {best.name}, with no more bytes")
+        console.print(
+            f"{share:.2f} times the KL divergence of {best.name} ({best.bytes_per_token:,} B/token), the "
+            "best of these formats within the policy's bytes"
+        )
     if save is None:
         console.print("[dim]nothing is written; --save FILE writes the policy[/]")
     else:

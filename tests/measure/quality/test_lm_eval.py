@@ -46,6 +46,11 @@ def test_without_lm_eval_the_error_says_how_to_get_it(
     assert any("pip install" in str(way) for way in caught.value.ways_out)
     (tmp_path / "lm_eval").touch(mode=0o755)
     assert find_command(None) == tmp_path / "lm_eval"
+    monkeypatch.chdir(tmp_path)  # lm-eval runs in a directory of its own
+    assert find_command(Path("lm_eval")) == tmp_path / "lm_eval"
+    (tmp_path / "text").touch(mode=0o644)
+    with pytest.raises(BadValue, match="cannot be run"):
+        find_command(Path("text"))
 
 
 def test_a_failure_of_lm_eval_is_told_by_its_last_line(tmp_path: Path) -> None:
@@ -58,3 +63,10 @@ def test_a_failure_of_lm_eval_is_told_by_its_last_line(tmp_path: Path) -> None:
             max_length=64,
         )  # fmt: skip
     assert caught.value.why == "ValueError: no such task"
+    command.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')
+    with pytest.raises(BadValue) as caught:
+        run_tasks(
+            command, port=1, model="m", tokenizer=Path("here"), tasks=["any"], include=None, limit=None,
+            max_length=64,
+        )  # fmt: skip
+    assert f"tokenizer={Path('here').absolute()}," in caught.value.why, "lm-eval runs elsewhere"

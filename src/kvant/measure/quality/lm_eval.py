@@ -45,9 +45,9 @@ class Score:
 
 
 def find_command(given: Path | None) -> Path:
-    """Returns the lm_eval command: as given, beside this Python, or on PATH.
+    """Returns the lm_eval command, absolute: as given, beside this Python, or on PATH.
 
-    Raises BadValue if there is none.
+    Raises BadValue if there is none that can be run.
     """
     beside = Path(sys.executable).with_name("lm_eval")
     found = given or (beside if beside.is_file() else shutil.which("lm_eval"))
@@ -56,11 +56,18 @@ def find_command(given: Path | None) -> Path:
             f"lm-eval was not found{f': {given}' if given else ''}",
             why="--tasks runs the command lm_eval, which has many packages of its own",
             ways_out=(
-                WayOut('install it: pip install "lm-eval[api]", best in an environment of its own'),
+                WayOut(
+                    'install it: pip install "lm-eval[api]" transformers, best in an environment of its own'
+                ),
                 WayOut("name the command", ("--lm-eval", "PATH/bin/lm_eval")),
             ),
         )
-    return Path(found)
+    command = Path(
+        found
+    ).absolute()  # not resolved: it may be a link to a Python with other packages
+    if not os.access(command, os.X_OK):
+        raise BadValue(f"{command} cannot be run", why="it is not executable")
+    return command
 
 
 def run_tasks(
@@ -83,7 +90,7 @@ def run_tasks(
     """
     route = "chat/completions" if chat else "completions"
     arguments = (
-        f"model={model},base_url=http://127.0.0.1:{port}/v1/{route},tokenizer={tokenizer},"
+        f"model={model},base_url=http://127.0.0.1:{port}/v1/{route},tokenizer={tokenizer.absolute()},"
         f"tokenized_requests={not chat},num_concurrent=8,max_length={max_length}"
     )
     with tempfile.TemporaryDirectory() as directory:

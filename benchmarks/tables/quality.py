@@ -130,6 +130,23 @@ def evaluated(data: Any) -> Cells:
     return lines
 
 
+@table("reasoning", "smollm2-reasoning.json")
+def reasoning(data: Any) -> Cells:
+    lines = [
+        ["stored as", "B/token", "pass@1", "minus the baseline", "answers cut off"],
+    ]
+    for name, one in data["formats"].items():
+        change = "-"
+        if name != data["baseline"]:
+            change = f"{100 * one['against_baseline']:+.1f} ± {100 * one['against_baseline_error']:.1f} %"
+        lines.append(
+            [name, f"{one['bytes_per_token']:,}",
+             f"{100 * one['pass_at_1']:.1f} ± {100 * one['pass_at_1_error']:.1f} %", change,
+             percent(one["cut"], digits=0)]
+        )  # fmt: skip
+    return lines
+
+
 @table("head-sizes", "head-sizes.json")
 def head_sizes(data: Any) -> Cells:
     lines = [["format", "bits, heads of 64", "error", "bits, heads of 128", "error"]]

@@ -457,7 +457,30 @@ def test_forced_calls_are_read_by_their_form() -> None:
     assert required.form["items"]["anyOf"][0]["properties"]["name"] == {"const": "get_weather"}
     text = f'[{{"name": "get_weather", "parameters": {_JSON_PARIS}}}]'
     assert _read(unknown, list(text), required)["calls"] == (PARIS,)
-    assert _read(unknown, [text[:-5]], required)["content"] == text[:-5], "max_tokens cut it"
+    head = '[{"name": "get_weather", "para'
+    assert _read(unknown, [head], required)["content"] == head, "max_tokens cut it"
+
+
+def test_arguments_in_a_list_of_required_calls_come_in_parts() -> None:
+    required = Tools((WEATHER,), forced="")
+    braces = {"city": 'a } " \\ { ] [', "days": 1}
+    calls = [("get_weather", arguments) for arguments in (braces, OSLO[1], {})]
+    text = json.dumps([{"name": name, "parameters": given} for name, given in calls], indent=1)
+    assert _read(Recorded("", "", "", ""), [text], required)["calls"] == tuple(calls)
+    for cut in range(len(text) + 1):
+        found = _read(Recorded("", "", "", ""), [text[:cut], text[cut:]], required)
+        assert found == {"content": "", "reasoning": "", "calls": tuple(calls)}, cut
+    reader = ReplyReader(None, required, "")
+    parts = [part for char in text for part in reader.feed(char)]
+    assert len(parts) > 20
+    assert [part.number for part in parts if part.id] == [0, 1, 2]
+    assert reader.finish() == []
+
+    reader = ReplyReader(None, required, "")
+    cut = text[: text.index('"days"')]
+    parts = reader.feed(cut) + reader.finish()
+    assert [part.kind for part in parts] == ["call"]
+    assert cut.endswith(parts[0].text), "max_tokens cut it"
 
 
 def test_an_unknown_family_is_shown_as_it_is() -> None:

@@ -14,7 +14,7 @@ import logging
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _MOST_BRANCHES = 64
@@ -200,10 +200,8 @@ class ReplyReader:
         return parts
 
     def _as_forced(self, parts: Sequence[Part]) -> list[Part]:
-        """Returns the parts of an answer whose content is a forced call. The calls of any function are kept
-        until the end.
-        """
-        found = []
+        """Returns the parts of an answer whose content is a forced call, or a list of any calls."""
+        found: list[Part] = []
         for part in parts:
             if part.kind != "content":
                 found.append(part)
@@ -213,6 +211,28 @@ class ReplyReader:
                 found.append(Part("call", part.text, 0, id, name))
             else:
                 self._text.append(part.text)
+                found += self._listed(part.text)
+        return found
+
+    def _listed(self, text: str) -> list[Part]:
+        """Returns the arguments, in a list of calls, that a piece of the list adds."""
+        found: list[Part] = []
+        for char in text:
+            if self._arguments is None:
+                if char != "{":
+                    continue
+                self._arguments = _Arguments(None)
+            call = self._arguments
+            if call.ended:  # only the brace of the call itself is missing
+                self._arguments = None
+            elif piece := call.feed(char):
+                if call.number is None:
+                    call.number, self._num_calls = self._num_calls, self._num_calls + 1
+                    found.append(Part("call", piece, call.number, _new_id(), call.name))
+                elif found and found[-1].number == call.number:
+                    found[-1] = replace(found[-1], text=found[-1].text + piece)
+                else:
+                    found.append(Part("call", piece, call.number))
         return found
 
     def _parsed(self, read: Any, text: str) -> list[dict[str, Any]]:
@@ -281,11 +301,14 @@ class ReplyReader:
         return Part("call", text, number, _new_id(), name)
 
     def _forced_calls(self, text: str) -> list[Part]:
+        """Returns the calls of a whole list that were not streamed. A list that was cut before its first
+        arguments is text.
+        """
         try:
             calls = json.loads(text)
         except ValueError:  # max_tokens cut it
-            return [Part("content", text)] if text else []
-        return [self._call(call["name"], call["parameters"]) for call in calls]
+            return [Part("content", text)] if text and not self._num_calls else []
+        return [self._call(call["name"], call["parameters"]) for call in calls[self._num_calls :]]
 
 
 _WHOLE_CALL = re.compile(
@@ -306,14 +329,14 @@ class _Arguments:
         self.number: int | None = (
             None  # the call's number in the answer, once its first part was shown
         )
-        self.begun = self._ended = self._failed = False
+        self.begun = self.ended = self._failed = False
         self._head = ""
         self._depth = 0
         self._in_text = self._escaped = False
 
     def feed(self, text: str) -> str:
         """Reads a piece of the call. Returns the text that it adds to the arguments."""
-        if self._failed or self._ended:
+        if self._failed or self.ended:
             return ""
         if not self.begun:
             self._head += text
@@ -331,7 +354,7 @@ class _Arguments:
             elif char in "}]":
                 self._depth -= 1
                 if not self._depth:
-                    self._ended = True
+                    self.ended = True
                     return text[: place + 1]
         return text
 

@@ -147,6 +147,14 @@ def reasoning(data: Any) -> Cells:
     return lines
 
 
+@table("encoders", "encoders.json")
+def encoders(data: Any) -> Cells:
+    lines = [["keys in", "us a token, heads of 64", "heads of 128"]]
+    for name, sizes in data["us_per_token"].items():
+        lines.append([name, *(f"{one:.1f}" for one in sizes.values())])
+    return lines
+
+
 @table("head-sizes", "head-sizes.json")
 def head_sizes(data: Any) -> Cells:
     lines = [["format", "bits, heads of 64", "error", "bits, heads of 128", "error"]]

@@ -27,6 +27,7 @@ from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, Source
 from kvant.measure.facts import command_line, measurement_facts
+from kvant.measure.gpu_time import time_us
 
 FORMATS = (
     KVDtype.BFLOAT16, KVDtype.INT8_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_FEEDBACK,
@@ -79,19 +80,18 @@ def _microseconds(
         writer.write(pool[0], k, v, step)
 
     write()  # compiles
-    time_of = _seconds_on_gpu if device.type == "cuda" else _seconds_of_thread
-    times = [time_of(write) for _ in range(rounds)]
-    chosen = statistics.median(times) if device.type == "cuda" else min(times)
-    return round(1e6 * chosen / tokens, 4)
+    if device.type == "cuda":
+        return round(statistics.median(time_us(write, repeats=rounds)) / tokens, 4)
+    return round(1e6 * min(_seconds_of_thread(write) for _ in range(rounds)) / tokens, 4)
 
 
 def _plan(k: KVDtype, head: int) -> KVPlan:
-    choices = (
+    stored_k, stored_v = (
         Choice(dtype, Source.EXPLICIT, "bench", (), Scale(ScaleState.NONE))
         for dtype in (k, KVDtype.INT4_PER_TOKEN_HEAD)
     )
     geometry = LayerGeometry(0, "bench", Attention.FULL, 4 * KV_HEADS, KV_HEADS, head, head)
-    spec = LayerSpec(geometry, *choices, None)
+    spec = LayerSpec(geometry, stored_k, stored_v, None)
     return KVPlan(Role.TARGET, "bench", ComputeDtype.BFLOAT16, "bench", PAGE, (spec,))
 
 
@@ -107,15 +107,6 @@ def _seconds_of_thread(call: Callable[[], None]) -> float:
     begin = time.thread_time()
     call()
     return time.thread_time() - begin
-
-
-def _seconds_on_gpu(call: Callable[[], None]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
 
 
 if __name__ == "__main__":

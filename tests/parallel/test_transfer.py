@@ -134,6 +134,7 @@ def test_a_rank_that_vanishes_costs_the_restore_alone(path: Path) -> None:
     assert decode.engine.stats.num_held_pages == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_stand_in")
 def test_every_rank_converts_its_parts(path: Path) -> None:
     stored, own = "fp8_per_token_head", "int8_per_token_head"

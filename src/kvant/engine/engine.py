@@ -148,14 +148,16 @@ class Engine:
         """
         prompt = tuple(prompt_token_ids)
         self._check(prompt, params)
-        rules = make_rules(
-            params,
-            prompt,
-            eos_token_ids=self.eos_token_ids,
-            tokenizer=self.tokenizer,
-            marks=self._marks,
-            ahead=self._ahead,
-        )
+        rules = None
+        if params.changes_logits or params.thinking_token_budget is not None:
+            rules = make_rules(
+                params,
+                prompt,
+                eos_token_ids=self.eos_token_ids,
+                tokenizer=self.tokenizer,
+                marks=self._marks,
+                ahead=self._ahead,
+            )
         number = self._next_number
         self._next_number += 1
         # Always drawn, so that the seeds of other requests do not depend on this one's.

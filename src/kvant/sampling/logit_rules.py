@@ -76,7 +76,7 @@ class LogitRules:
         form = params.structured_outputs
         self._knows_thinking = form is not None and form.with_thinking
         self._is_only_thinking = (
-            thinking is not None and grammar is None and not changes_logits(params)
+            thinking is not None and grammar is None and not params.changes_logits
         )
         # Tokens of the marks around thinking that must come next, in order.
         self._forced: list[int] = []
@@ -291,19 +291,6 @@ def _there(numbers: NDArray[Any], rows: Tensor) -> Tensor:
     return to_device(torch.from_numpy(np.ascontiguousarray(numbers)), rows.device)
 
 
-def changes_logits(params: SamplingParams) -> bool:
-    """Returns whether a parameter other than the form and the budget of thinking changes logits."""
-    return bool(
-        params.min_tokens > 0
-        or params.bias_pairs
-        or params.bad_texts
-        or params.allowed_token_ids is not None
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-    )
-
-
 def make_rules(
     params: SamplingParams,
     prompt_token_ids: Sequence[int],
@@ -322,7 +309,7 @@ def make_rules(
     budget, thinking = params.thinking_token_budget, None
     if marks is not None and budget is not None and (budget != UNLIMITED or grammar is not None):
         thinking = Thinking(marks, budget, prompt_token_ids)
-    if grammar is None and thinking is None and not changes_logits(params):
+    if grammar is None and thinking is None and not params.changes_logits:
         return None
     ends = [*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids]
     words = [word for text in params.bad_texts for word in _spellings(text, tokenizer)]

@@ -256,6 +256,19 @@ class SamplingParams:
         return self.bad_words
 
     @property
+    def changes_logits(self) -> bool:
+        """True if a parameter other than the form and the budget of thinking changes logits."""
+        return bool(
+            self.min_tokens > 0
+            or self.bias_pairs
+            or self.bad_texts
+            or self.allowed_token_ids is not None
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
+    @property
     def bias_pairs(self) -> tuple[tuple[int, float], ...]:
         """`logit_bias` as pairs of token id and value."""
         assert isinstance(self.logit_bias, tuple)

@@ -40,20 +40,18 @@ class _Kept:
 class KeptStates:
     """Keeps states of recurrent layers for later prompts that begin with the same tokens.
 
-    pages: the allocator of state pages, None for a model without states. A kept state is an idle page named
-    by the hash of the tokens before it, so it may be evicted. most: the most states kept at once; with 0
-    nothing is kept and no prompt is cut. stride: in tokens, a multiple of page_size.
+    pages: the allocator of state pages. A kept state is an idle page named by the hash of the tokens before
+    it, so it may be evicted. most: the most states kept at once. stride: in tokens, a multiple of page_size.
 
     A sequence can continue from cached pages only at a place where a state was kept. Prompts are cut at
     multiples of the stride, and at the end of their last whole page unless that is close after such a place.
     """
 
-    def __init__(
-        self, pages: PageAllocator | None, most: int, *, stride: int, page_size: int
-    ) -> None:
-        assert not most or stride % page_size == 0
+    def __init__(self, pages: PageAllocator, most: int, *, stride: int, page_size: int) -> None:
+        assert most
+        assert stride % page_size == 0
         self._stride, self._page_size, self._most = stride, page_size, most
-        self._pages = pages if most else None
+        self._pages = pages
         # By hash of the tokens before a state, least recently used first. Evicted states stay here until the
         # next check.
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
@@ -62,15 +60,8 @@ class KeptStates:
     def num_kept(self) -> int:
         return sum(self._find(digest) is not None for digest in self._kept)
 
-    @property
-    def is_on(self) -> bool:
-        """True if states are kept at all."""
-        return self._pages is not None
-
     def reach(self, sequence: Sequence, found: list[int]) -> list[int]:
         """Shortens a sequence's cached pages, `found`, to end at the last place with a kept state."""
-        if not self.is_on:
-            return found
         self._notice()
         hashes = sequence.prefix_hashes
         count = next((n for n in range(len(found), 0, -1) if self._find(hashes[n]) is not None), 0)
@@ -81,7 +72,7 @@ class KeptStates:
 
         num_pages: the length of `reach`'s result. Marks the state as recently used.
         """
-        if not num_pages or not self.is_on:
+        if not num_pages:
             return None
         digest = sequence.prefix_hashes[num_pages]
         one = self._kept[digest]
@@ -95,8 +86,6 @@ class KeptStates:
 
     def room(self, sequence: Sequence, start: int, count: int) -> int:
         """Returns how many of `count` tokens from `start` a piece may have, to end where a state is kept."""
-        if not self.is_on:
-            return count
         room, end = self._stride - start % self._stride, self._end(sequence) - start
         if end >= LEAST_TOKENS:
             room = min(room, end)
@@ -107,7 +96,7 @@ class KeptStates:
 
         The page may be evicted from the next step on, like any idle page.
         """
-        if self._pages is None or (end % self._stride and end != self._end(sequence)):
+        if end % self._stride and end != self._end(sequence):
             return None
         place = end // self._page_size
         if not 0 < place < len(sequence.prefix_hashes):
@@ -146,8 +135,6 @@ class KeptStates:
 
     def audit(self) -> list[str]:
         """Checks the number of kept states, and that each is found by its hash. Returns faults in words."""
-        if self._pages is None:
-            return []
         self._notice()
         known = self._pages.num_known
         faults = (
@@ -161,8 +148,6 @@ class KeptStates:
 
     def _notice(self) -> None:
         """Drops the records of evicted states, adds states that came back from a tier, and keeps `most`."""
-        if self._pages is None:
-            return
         for old in [old for old in self._kept if self._find(old) is None]:
             self._drop(old)
         for digest, _ in self._pages.known():
@@ -208,12 +193,11 @@ class KeptStates:
         return one.place - (0 if one.before is None else self._kept[one.before].place)
 
     def _find(self, digest: bytes) -> int | None:
-        return None if self._pages is None else self._pages.find(digest)
+        return self._pages.find(digest)
 
     def _forget(self, digest: bytes) -> None:
         page = self._find(digest)
         if page is not None:
-            assert self._pages is not None
             self._pages.forget((page,))
         self._drop(digest)
 

@@ -118,7 +118,7 @@ class _Pieces:
     logprobs_left: int
     stride: int
     short: int
-    states: KeptStates
+    states: KeptStates | None
     chosen: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
     def room_for(self, sequence: Sequence, start: int) -> int:
@@ -131,7 +131,9 @@ class _Pieces:
 
     def add(self, sequence: Sequence, start: int) -> None:
         """Adds a piece with as many of the sequence's tokens as there is room for, if any."""
-        count = self.states.room(sequence, start, self.room_for(sequence, start))
+        count = self.room_for(sequence, start)
+        if self.states is not None:
+            count = self.states.room(sequence, start, count)
         if sequence.lacks_prompt_logprobs:
             count = min(count, self.logprobs_left)
             self.logprobs_left -= count
@@ -161,12 +163,14 @@ class Scheduler:
             tiers=tiers,
         )
         self.table = self.pages.table
-        self.states = KeptStates(
-            allocator.states,
-            limits.state_slots,
-            stride=limits.state_stride,
-            page_size=limits.page_size,
-        )
+        self.states: KeptStates | None = None
+        if allocator.states is not None and limits.state_slots:
+            self.states = KeptStates(
+                allocator.states,
+                limits.state_slots,
+                stride=limits.state_stride,
+                page_size=limits.page_size,
+            )
         self._states_to_place: list[tuple[int, int]] = []
         self._states_to_load: list[tuple[int, int]] = []
         self._states_to_accept: list[tuple[int, int]] = []
@@ -340,7 +344,8 @@ class Scheduler:
             self.tiers.end(sequence.number)
             self._unlooked.discard(sequence.number)
         self.pages.forget(sequence, reason)
-        self.states.forget(sequence, reason)
+        if self.states is not None:
+            self.states.forget(sequence, reason)
         if sequence.status is Status.RUNNING:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._remember(sequence)
@@ -356,7 +361,8 @@ class Scheduler:
         """Checks pages, counts, rows and the queue's order. Returns one sentence per fault."""
         faults = self.pages.audit(self._running)
         faults += [f"request {s.number} waits with pages" for s in self._waiting if s.pages]
-        faults += self.states.audit()
+        if self.states is not None:
+            faults += self.states.audit()
         order = [sequence.order for sequence in (*self._running, *self._waiting)]
         if order != sorted(order):
             faults.append("a younger request stands before an older one")
@@ -453,7 +459,7 @@ class Scheduler:
                     if self.tiers.progress_of(sequence.number) is Progress.MOVING:
                         return
             found = self.pages.find_prefix(sequence)
-            if self.states.is_on:
+            if self.states is not None:
                 # A shorter prefix needs other pages of windows. Models with states have one group, and none.
                 found = [self.states.reach(sequence, found[0])]
             if computing is None:  # prompts of decoding sequences are in the cache already
@@ -466,7 +472,7 @@ class Scheduler:
                 return
             # One page per running sequence stays free: they grow, and would preempt the new one at once.
             spare = len(self._running)
-            state = self.states.use(sequence, len(found[0]))
+            state = None if self.states is None else self.states.use(sequence, len(found[0]))
             if self.tiers is not None and self._waits_for_pages(
                 self.tiers, sequence, found, first_piece, spare
             ):
@@ -520,7 +526,7 @@ class Scheduler:
             num_tokens = (cut - len(found[0])) * self.limits.page_size
         if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
             joined = [[page for page in pages if page != SCRATCH] for pages in found]
-            if self.states.is_on:  # such models have one group beside that of states
+            if self.states is not None:  # such models have one group beside that of states
                 joined = [self.pages.present(sequence, cut), []]
             told = self.pages.told_of(sequence, lacking)
             if tiers.load(number, joined, lacking, told, num_tokens):
@@ -620,7 +626,9 @@ class Scheduler:
 
     def _keep(self, pieces: Items[tuple[Sequence, int, int]]) -> list[tuple[int, int]]:
         """Returns copies (source page, target page) of the states to keep after these pieces."""
-        found = []
+        found: list[tuple[int, int]] = []
+        if self.states is None:
+            return found
         for sequence, start, count in pieces:
             page = self.states.keep(sequence, start + count)
             if page is not None:

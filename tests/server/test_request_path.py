@@ -27,7 +27,6 @@ def tell(processes: list[int], number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-@pytest.mark.slow
 def test_a_chat_request_passes_few_files(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,3 +256,21 @@ def _calibrated(found: Any, title: str) -> Cells:
         same = percent(one["same_top"], digits=1)
         lines.append([name, *(f"{x:.5f}" for x in figures), same])
     return lines
+
+
+@table("state-formats", "state-gated-delta.json", "state-mamba2.json")
+def states(*data: Any) -> Cells:
+    stretches = list(data[0]["rows"][0]["stretches"])
+    shown = [one.replace("-", " to ") for one in stretches]
+    lines = [["model", "KV format", "state", "B of states", "mean KL", "its standard error",
+              "same top token", "in pieces", *(f"KL, {one}" for one in shown)]]  # fmt: skip
+    for one in data:
+        for r in one["rows"]:
+            figures = (r["kld_mean"], r["kld_mean_error"])
+            lines.append(
+                [one["model"].removesuffix("ForCausalLM"), r["kv"], r["state"],
+                 f"{r['bytes_per_sequence']:,}", *(f"{x:.1e}" for x in figures),
+                 percent(r["same_top"], digits=1), f"{r['prompt']['kld_mean']:.1e}",
+                 *(f"{r['stretches'][key]:.1e}" for key in stretches)]
+            )  # fmt: skip
+    return lines

@@ -300,16 +300,19 @@ def _print(found: dict[str, Any]) -> None:
 
     console = Console()
     formats = found["formats"]
+    states = any("bytes_per_sequence" in one for one in formats.values())
     quality = {
         name: (
             f"{one['bytes_per_token']:,}",
+            *((f"{one['bytes_per_sequence']:,}",) if states else ()),
             f"{one['kld_mean']:.5f}±{one['kld_mean_error']:.5f}",
             f"{one['same_top']:.1%}",
             f"{one['ppl_ratio']:.4f}±{one['ppl_ratio_error']:.4f}",
         )
         for name, one in formats.items()
     }
-    _table(console, ("B/token", "mean KL", "same top", "PPL ratio"), quality)
+    sizes = ("B/token", "B of states") if states else ("B/token",)
+    _table(console, (*sizes, "mean KL", "same top", "PPL ratio"), quality)
     floor, longest = found["noise_floor"]["kld_mean"], found["contexts"][-1]
     console.print(
         f"[dim]against {found['baseline']}, windows of {longest} tokens, second half of each; KL in nats; "

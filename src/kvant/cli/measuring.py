@@ -85,6 +85,8 @@ def progress(kept: Kept) -> Iterator[Told]:
 
 
 def _interrupted(kept: Kept) -> str:
-    if not len(kept):
+    count = len(kept)
+    if not count:
         return "kvant: interrupted before the first part was measured; nothing is kept\n"
-    return f"kvant: interrupted; {len(kept)} parts are kept in {kept.path}; the same command continues\n"
+    parts = "1 part is" if count == 1 else f"{count} parts are"
+    return f"kvant: interrupted; {parts} kept in {kept.path}; the same command continues\n"

@@ -266,7 +266,7 @@ def test_rounded_activations_are_asked_for_by_name_and_shown(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [({}, "weights are numbers"), ({"quantization": "int8", "dtype": "bfloat16"}, "float32")],
+    [({}, "weights are not quantised"), ({"quantization": "int8", "dtype": "bfloat16"}, "float32")],
 )
 def test_rounded_activations_without_a_product_that_rounds_are_refused(
     options: dict[str, Any], says: str, tmp_path: Path

@@ -160,7 +160,7 @@ def test_options_that_do_not_go_together_are_refused_before_a_model_is_loaded(
         (("--long-reasoning", problems, "--html", tmp_path / "a.html"), "has no plots"),
         (("--long-reasoning", tmp_path / "none.jsonl"), "cannot be read"),
         (("--text", tmp_path / "none.txt"), "cannot be read"),
-        (("--tasks", "gsm8k", "--lm-eval", tmp_path / "none"), "lm-eval is not there"),
+        (("--tasks", "gsm8k", "--lm-eval", tmp_path / "none"), "lm-eval was not found"),
     ):
         ran = kvant("eval", "no-such-model", *options)
         assert ran.code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,16 @@ def test_the_page_is_the_record() -> None:
     from scripts.families import page
 
     assert (ROOT / "docs" / "models.md").read_text() == page(RECORD)
+
+
+def test_readme_counts_the_families_of_the_record() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    run = re.search(r"^(\d+) of \d+ decoder families", page, re.M)
+    own = re.search(r"own decoder, for (\d+) families", page)
+    assert run
+    assert own
+    readme = (ROOT / "README.md").read_text()
+    assert (
+        f"{run[1]} decoder families of transformers, {own[1]} of them in Kvant's own decoder"
+        in readme
+    )

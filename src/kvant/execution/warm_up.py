@@ -85,10 +85,12 @@ def step_lengths(
     """
     long = min(300, max_num_batched_tokens, max_model_len)
     many = min(64, max_num_seqs)
-    found: list[tuple[int, ...]] = [(1, 5), (long,), (1, long), (5, long), (long, long)]
+    found: list[tuple[int, ...]] = [(1, 5), (1, 33), (long,), (1, long), (5, long), (long, long)]
     found += [(n,) for n in (1, 2, 4, 8, 16, 32, 64)]
     found += [(1,) * min(32, many), *((n,) * many for n in (1, 2, 4, 8, 16))]
     found += [(1,) * seqs for seqs in (3, 5, 6, 9, 129)]
+    # Another variant joins the partial results of many sequences that are not all single tokens.
+    found += [(*(1,) * 128, 2)]
     found += [(n,) * seqs for seqs in (2, 3, 4, 5) for n in (2, 3, 6, 17)]
     return [
         lengths

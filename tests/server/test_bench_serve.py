@@ -116,7 +116,7 @@ def test_servers_get_the_same_prompts_and_none_gets_one_twice() -> None:
 
 
 def test_the_first_servers_times_are_shown_over_the_others() -> None:
-    """One that sends an event each 120 ms beside one that does each 40 ms."""
+    """One that sends an event each 200 ms beside one that does each 40 ms."""
 
     def answer(seconds: float) -> Answer:
         async def written(writer: asyncio.StreamWriter) -> None:
@@ -130,13 +130,13 @@ def test_the_first_servers_times_are_shown_over_the_others() -> None:
         return written
 
     slow, fast = parse_servers(["slow=http://127.0.0.1:1", "fast=http://127.0.0.1:2"])
-    found = [(slow, under(answer(0.12))), (fast, under(answer(0.04)))]
+    found = [(slow, under(answer(0.2))), (fast, under(answer(0.04)))]
     shown = ratios(found).splitlines()
     assert shown[0].startswith("| slow over | requests/s | TTFT p50 ")
     name, rate, *times = shown[-1].strip("| ").split(" | ")
     assert (name, rate) == ("fast", "20")
     assert len(times) == 5
-    assert all(1.5 < float(time) < 4.5 for time in times), times
+    assert all(1.5 < float(time) < 12 for time in times), times
     assert table(found).count("| 3/4 |") == 2
     assert ratios(found[:1]) == ""
 

@@ -19,6 +19,24 @@ def loads(data: Any) -> Cells:
     return lines
 
 
+GOALS = {
+    "gemma-3-12b": {"1x128/256": 160, "32x128/256": 4000},
+    "qwen3-30b-a3b": {"1x128/256": 420, "32x128/256": 2200, "512x1024/256": 7500},
+}
+
+
+@table("decoder-rows", "h200-rows-gemma-3-12b.json", "h200-rows-qwen3-30b-a3b.json")
+def rows(*data: Any) -> Cells:
+    lines = [["shape", "requests x input/output", "tok/s", "of the limit", "goal"]]
+    for one in data:
+        for load, found in one["loads"].items():
+            # The limit counts output tokens alone, so it says little of long prompts.
+            share = percent(found["share"]) if "x128/" in load else "-"
+            goal = held(found["tok_s"], GOALS[one["shape"]][load], least=True)
+            lines.append([one["shape"], load, f"{found['tok_s']:.0f}", share, goal])
+    return lines
+
+
 @table("hybrid-rows", "h200-rows-qwen3.5-9b.json")
 def hybrid(data: Any) -> Cells:
     lines = [["requests x input/output", "tok/s", "of the limit", "goal"]]

@@ -116,7 +116,7 @@ def _lives(pid: int) -> bool:
     """Whether the process runs; one that ended and was not waited for does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end between opening and reading
         return False
     return state != "Z"
 

@@ -8,7 +8,7 @@ first time, and the first records of a session may be lost.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,19 @@ def measure_idle(
 
     Later work in this process may be slower, because the profiler stays loaded.
     """
+    found = recorded(device, step, steps)
+    if isinstance(found, NotProfiled):
+        return found
+    events, wall_ms = found
+    return idle_of(list(work_of(events)), steps, wall_ms)
+
+
+def recorded(
+    device: torch.device, step: Callable[[], object], steps: int
+) -> tuple[Sequence[Any], float] | NotProfiled:
+    """Runs steps as `measure_idle` does; returns the profiler's events of the last `steps`, and the
+    milliseconds that those took on the host's clock.
+    """
     if device.type == "cpu":
         return NotProfiled("steps run on the CPU")
     if ProfilerActivity.CUDA not in supported_activities():  # type: ignore[no-untyped-call]
@@ -84,8 +97,7 @@ def measure_idle(
     torch.cuda.synchronize()
     wall_ms = 1000 * (time.perf_counter() - begin)
     profiler.stop_trace()
-    events = profiler.events()  # type: ignore[no-untyped-call]
-    return idle_of(list(work_of(events)), steps, wall_ms)
+    return profiler.events(), wall_ms  # type: ignore[no-untyped-call]
 
 
 def work_of(events: Iterable[Any]) -> Iterator[tuple[float, float]]:

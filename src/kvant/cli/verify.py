@@ -147,7 +147,8 @@ def _verify_weights(
         cells = list(verify_products(torch.device("cuda"), TORCH_COMPUTE[compute]))
     found = [
         {"format": cell.name, "way": cell.way, "rows": list(ROWS),
-         "errors": [float(f"{error:.1e}") for error in cell.errors], "right": cell.is_right}
+         "errors": [float(f"{error:.1e}") for error in cell.errors], "right": cell.is_right,
+         **({"kernels": list(cell.kernels)} if cell.kernels else {})}
         for cell in cells
     ]  # fmt: skip
     if record is not None:

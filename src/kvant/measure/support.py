@@ -144,7 +144,8 @@ def recorded_weights(
 ) -> Tree:
     """Returns the file's content with the products of narrow weights on this device replaced.
 
-    cells: "format", "way", "rows", "errors" and "right" of each; see `kvant.weights.verify`.
+    cells: "format", "way", "rows", "errors" and "right" of each, on a GPU "kernels" too; see
+    `kvant.weights.verify`.
     """
     document = recorded(path, device, {})
     mine = device.as_json()
@@ -248,8 +249,26 @@ def _of_weights(found: Mapping[str, Any]) -> list[str]:
         errors = " | ".join(f"{error:.1e}" for error in cell["errors"])
         said = "" if cell["right"] else " FAILED"
         lines.append(f"| {cell['format']} | {cell['way']}{said} | {errors} |")
+    by_kernels: dict[str, list[str]] = {}
+    for cell in found["cells"]:
+        if "kernels" in cell:
+            used = ", ".join(f"{count}: {name}" for count, name in _runs(rows, cell["kernels"]))
+            by_kernels.setdefault(used, []).append(f"{cell['format']} ({cell['way']})")
+    if by_kernels:
+        lines += ["", "Kernels, by rows of activations:", ""]
+        lines += [_wrapped(f"- {used}. {'; '.join(names)}.") for used, names in by_kernels.items()]
     facts = ", ".join(f"{key} {value}" for key, value in found["facts"].items())
     return [*lines, "", _wrapped(f"Recorded: {facts}.")]
+
+
+def _runs(rows: Sequence[int], kernels: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields numbers of rows, such as "9 to 64", and the kernel that they share."""
+    start = 0
+    for place, name in enumerate(kernels):
+        if place + 1 == len(kernels) or kernels[place + 1] != name:
+            last = "" if start == place else f" to {rows[place]}"
+            yield f"{rows[start]}{last}", name
+            start = place + 1
 
 
 def _wrapped(text: str) -> str:

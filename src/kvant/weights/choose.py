@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from enum import Enum
 from functools import cache
 
 import torch
@@ -58,6 +59,39 @@ _MOST_ERROR = 0.01
 logger = logging.getLogger(__name__)
 
 
+class Kernel(Enum):
+    """What multiplies unrounded rows by a narrow weight."""
+
+    FEW_ROWS = "few_rows.cu"
+    WIDE_ROWS = "wide_rows.cu"
+    SHARED_ROWS = "shared_rows.cu"
+    ONE = "one row in Triton"
+    TILES = "tiles in Triton"
+    DECODED = "decoded, then torch"
+
+
+def kernel_for(
+    fmt: WeightFormat, tokens: int, rows: int, columns: int, dtype: torch.dtype
+) -> Kernel:
+    """Returns what `multiply` uses for x [tokens, columns] and a weight [rows, columns]; tokens from 1."""
+    if tokens <= few_rows.MOST_ROWS and few_serves(fmt, rows, columns, dtype):
+        return _cuda_kernel(fmt, tokens, rows, columns, dtype)
+    if tokens == 1:
+        return Kernel.ONE
+    return Kernel.TILES if tokens <= MOST_TILED else Kernel.DECODED
+
+
+def _cuda_kernel(
+    fmt: WeightFormat, tokens: int, rows: int, columns: int, dtype: torch.dtype
+) -> Kernel:
+    """Returns the CUDA kernel for up to 64 tokens."""
+    if takes_wide(fmt, tokens, rows, columns, dtype):
+        return Kernel.WIDE_ROWS
+    if shares_rows(fmt, tokens, rows, columns, dtype):
+        return Kernel.SHARED_ROWS
+    return Kernel.FEW_ROWS
+
+
 def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
     """Returns x [T, columns] times a weight, plus bias [rows] or None, by the fastest kernel.
 
@@ -68,12 +102,13 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
         return x.new_empty(0, weight.rows)
     x = x.contiguous()
     processors = multiprocessors(x.device)
-    if tokens <= few_rows.MOST_ROWS and few_serves(weight.format, *weight.shape, x.dtype):
-        return _few(x, weight, bias, None, processors)
-    if tokens == 1:
+    kernel = kernel_for(weight.format, tokens, *weight.shape, x.dtype)
+    if kernel is Kernel.ONE:
         return one(x, weight, bias, stripe(weight.format, *weight.shape))
-    if tokens <= MOST_TILED:
+    if kernel is Kernel.TILES:
         return tiled(x, weight, bias, tiles(weight.format, tokens, *weight.shape, processors))
+    if kernel is not Kernel.DECODED:
+        return _few(x, weight, bias, None, processors)
     scratch = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
     return F.linear(x, decoded(weight, scratch), bias)
 
@@ -146,10 +181,11 @@ def _few(
 ) -> Tensor:
     """Multiplies up to 64 rows by the CUDA kernels. act: activation of gated rows, None for plain ones."""
     tokens, fmt = x.shape[0], weight.format
-    if takes_wide(fmt, tokens, *weight.shape, x.dtype):
+    kernel = _cuda_kernel(fmt, tokens, *weight.shape, x.dtype)
+    if kernel is Kernel.WIDE_ROWS:
         around = wide_rows.Around(act=act)
         return multiply_wide(x, weight, bias, around, wide_rows.NOTHING).out
-    if shares_rows(fmt, tokens, *weight.shape, x.dtype):
+    if kernel is Kernel.SHARED_ROWS:
         shared = shares(fmt, *weight.shape, processors)
         return shared_rows.multiply(x, weight, bias, shared, act)
     kind = few_rows.Kind(one=tokens == 1, gated=act is not None, act=act or Act.SILU)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvant.weights.codecs import decode, encode
+from kvant.weights.codecs import NarrowWeight, decode, encode
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -23,7 +23,7 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
-from kvant.weights.linear import MOST_EXACT, multiply, rounded_numbers
+from kvant.weights.linear import MOST_EXACT, multiply, rounded_numbers, rounding_of
 
 FORMATS = (
     FP8_TENSOR, FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int8_groups(32), int8_groups(128),
@@ -45,13 +45,14 @@ class ProductCell:
     """Results of one kind of weights.
 
     name: of their format. errors: for each of `ROWS`, norm of the error over norm of the product. most: their
-    limit.
+    limit. kernels: what multiplied each of `ROWS`; () for a CPU, which has one kernel.
     """
 
     name: str
     way: str
     errors: tuple[float, ...]
     most: float
+    kernels: tuple[str, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -92,4 +93,23 @@ def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[Produc
                 )
                 found = made.to(torch.float64)
                 errors.append(float((found - expected).norm() / expected.norm()))
-            yield ProductCell(fmt.summary, way, tuple(errors), _MOST[dtype])
+            kernels = _kernels(weight, dtype, alike=alike, rounds=rounds)
+            yield ProductCell(fmt.summary, way, tuple(errors), _MOST[dtype], kernels)
+
+
+def _kernels(
+    weight: NarrowWeight, dtype: torch.dtype, *, alike: bool, rounds: bool
+) -> tuple[str, ...]:
+    """Returns what multiplies each of `ROWS` by a weight, as `multiply` chooses it."""
+    if weight.device.type != "cuda":
+        return ()
+    from kvant.weights.choose import Kernel, kernel_for
+
+    if alike:
+        return tuple(Kernel.TILES.value for _ in ROWS)
+    return tuple(
+        "fp8 times fp8"
+        if rounds and rounding_of(weight, rows) is not None
+        else kernel_for(weight.format, rows, *weight.shape, dtype).value
+        for rows in ROWS
+    )

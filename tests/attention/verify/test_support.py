@@ -12,7 +12,16 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.select import BACKENDS, by_name_only
 from kvant.attention.verify.cells import MASKS, QUERIES, need_of, refused, rows
 from kvant.kv.dtype import ComputeDtype
-from kvant.measure.support import Device, Place, cells, dump, failures, recorded, render
+from kvant.measure.support import (
+    Device,
+    Place,
+    cells,
+    dump,
+    failures,
+    recorded,
+    recorded_weights,
+    render,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 DOCUMENT: dict[str, Any] = json.loads((DOCS / "support.json").read_text(encoding="utf-8"))
@@ -74,3 +83,19 @@ def test_a_new_record_of_a_backend_takes_the_place_of_its_old_one(tmp_path: Path
     assert found["runs"][0]["backends"][name] == new
     assert found["runs"][0]["backends"][other] == first["backends"][other]
     assert len(found["runs"]) == 1
+
+
+def test_the_page_names_the_kernels_of_products() -> None:
+    used = ["few_rows.cu", "wide_rows.cu", "wide_rows.cu", "tiles in Triton", "decoded, then torch"]
+    cells = [
+        {"format": name, "way": "fastest", "rows": [1, 9, 64, 200, 512], "errors": [1e-3] * 5,
+         "right": True, "kernels": used}
+        for name in ("fp8_e4m3, a scale per output", "int8, a scale per output")
+    ]  # fmt: skip
+    here = Device("a GPU", DeviceFacts(DeviceKind.CUDA, "sm_90"), ComputeDtype.BFLOAT16)
+    page = render(recorded_weights(Path("none"), here, {"commit": "abc"}, cells))
+    shared = " ".join(page[page.index("Kernels, by rows") :].split())
+    assert (
+        "- 1: few_rows.cu, 9 to 64: wide_rows.cu, 200: tiles in Triton, 512: decoded, then torch. "
+        "fp8_e4m3, a scale per output (fastest); int8, a scale per output (fastest)."
+    ) in shared

@@ -17,6 +17,7 @@ from kvant.weights.codecs import (
     round_groups,
     rows_of,
 )
+from kvant.weights.cuda import few_rows
 from kvant.weights.format import (
     BLOCK_TYPES,
     FP8_BLOCK,
@@ -169,3 +170,24 @@ def test_rounding_is_the_definition(group: int, scale: float | None) -> None:
     found, expected = choose.round_activations(x, rounding), round_activations(x, rounding)
     assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "expected"),
+    [
+        (FP8_CHANNEL, {1: "few_rows.cu", 2: "wide_rows.cu", 64: "wide_rows.cu", 65: "tiles in Triton"}),
+        (int4_groups(32), {1: "few_rows.cu", 9: "few_rows.cu", 64: "few_rows.cu"}),
+        (MXFP4, {1: "few_rows.cu", 9: "few_rows.cu", 33: "shared_rows.cu"}),
+        (NVFP4, {1: "one row in Triton", 2: "tiles in Triton", 256: "tiles in Triton"}),
+        (FP8_BLOCK, {256: "tiles in Triton", 257: "decoded, then torch"}),
+    ],
+)  # fmt: skip
+def test_the_kernel_follows_from_format_and_rows(
+    fmt: WeightFormat, expected: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Hopper GPU whose CUDA kernels passed their check."""
+    monkeypatch.setattr(choose, "few_serves", few_rows.reads)
+    found = {
+        rows: choose.kernel_for(fmt, rows, 4096, 4096, torch.bfloat16).value for rows in expected
+    }
+    assert found == expected

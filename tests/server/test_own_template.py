@@ -44,7 +44,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     ("given", "why"),
     [
         ("{", "column"),
-        ("[1]", "must be an object"),
+        ("[1]", "expected an object"),
         ('{"messages": 1}', "the server sets messages"),
     ],
 )

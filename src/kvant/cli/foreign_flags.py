@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvant.errors import BadValue, WayOut
+from kvant.kv.checkpoint.json_file import parse_option_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +222,9 @@ def _listed(flags: str, **parts: object) -> dict[str, Foreign]:
     }
 
 
-def _object(flag: str, value: str) -> dict[str, Any]:
-    try:
-        found = json.loads(value)
-    except json.JSONDecodeError as fault:
-        raise BadValue(f"{flag}: {value!r} is not JSON", why=str(fault)) from None
-    return found if isinstance(found, dict) else {}
-
-
 def _offload(value: str) -> str:
     """Converts the host memory of vLLM's OffloadingConnector. Raises BadValue for other connectors."""
-    given = _object("--kv-transfer-config", value)
+    given = parse_option_object(value, asked_by="--kv-transfer-config")
     extra = given.get("kv_connector_extra_config") or {}
     if given.get("kv_connector") != "OffloadingConnector" or "secondary_tiers" in extra:
         raise BadValue(
@@ -268,7 +259,7 @@ def _gibibytes(value: str) -> str:
 
 def _events(value: str) -> str:
     """Converts vLLM's JSON to Kvant's `ENDPOINT[,replay=..][,topic=..]`. Raises BadValue."""
-    given = _object("--kv-events-config", value)
+    given = parse_option_object(value, asked_by="--kv-events-config")
     parts = [str(given.get("endpoint", "tcp://*:5557"))]
     parts += [f"replay={given['replay_endpoint']}"] if given.get("replay_endpoint") else []
     parts += [f"topic={given['topic']}"] if given.get("topic") else []

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvant.errors import BadValue, WayOut
-from kvant.kv.checkpoint.json_file import read_json_object
+from kvant.errors import WayOut
+from kvant.kv.checkpoint.json_file import parse_option_object, read_json_object
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.import_cache import RECORD, imports_directory, is_complete, making, seal
 from kvant.models.local import LocalModel
 
-_MOST_SHOWN = 200
 _ROPE, _FORMER_ROPE = "rope_parameters", "rope_scaling"
 
 
@@ -36,18 +35,8 @@ class ConfigOverrides:
 
 def parse_overrides(given: str | Mapping[str, Any], *, asked_by: str) -> ConfigOverrides | None:
     """Parses JSON text or a mapping. Returns None for an empty object. Raises BadValue, naming `asked_by`."""
-    body: Any = given
-    if isinstance(given, str):
-        try:
-            body = json.loads(given)
-        except (json.JSONDecodeError, RecursionError) as fault:
-            shown = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + ".."
-            raise BadValue(f"{asked_by}: {shown!r} is not JSON", why=str(fault)) from None
-    if not isinstance(body, Mapping):
-        raise BadValue(
-            f"{asked_by}: expected an object, got {type(body).__name__}",
-            ways_out=(WayOut('give fields of config.json: {"max_position_embeddings": 131072}'),),
-        )
+    way_out = WayOut('give fields of config.json: {"max_position_embeddings": 131072}')
+    body = parse_option_object(given, asked_by=asked_by, way_out=way_out)
     return ConfigOverrides(json.dumps(body, sort_keys=True)) if body else None
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvant.errors import BadValue, UnknownName
+from kvant.kv.checkpoint.json_file import parse_option_object
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
 from kvant.speculative.methods import METHODS, Method, find_method
 
 FLAG = "--speculative-config"
 _KEYS = ("method", "num_speculative_tokens", "adaptive")
-_MOST_SHOWN = 200
 _MODEL_KEYS = ("model", "kv_cache_dtype", "revision")
 
 
@@ -39,15 +38,7 @@ def parse_speculative_config(
     given: str | Mapping[str, Any], *, asked_by: str = FLAG
 ) -> SpeculativeConfig:
     """Parses JSON text or a mapping. Raises BadValue or UnknownName, naming `asked_by`."""
-    body: Any = given
-    if isinstance(given, str):
-        try:
-            body = json.loads(given)
-        except (json.JSONDecodeError, RecursionError) as fault:
-            shown = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + ".."
-            raise BadValue(f"{asked_by}: {shown!r} is not JSON", why=str(fault)) from None
-    if not isinstance(body, Mapping):
-        raise BadValue(f"{asked_by}: expected an object, got {type(body).__name__}")
+    body = parse_option_object(given, asked_by=asked_by)
     name = body.get("method")
     if not isinstance(name, str):
         names = ", ".join(method.name for method in METHODS)

@@ -6,12 +6,12 @@ docs/parameters.md is written from this module.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvant.errors import BadValue, WayOut
+from kvant.kv.checkpoint.json_file import parse_option_object
 
 IsNeutral = Callable[[object], bool]
 
@@ -441,22 +441,13 @@ RESERVED_TEMPLATE_NAMES = frozenset(
 
 def read_template_values(given: str | None) -> dict[str, Any]:
     """Parses the value of --default-chat-template-kwargs. Raises BadValue."""
-    try:
-        values = {} if given is None else json.loads(given)
-    except json.JSONDecodeError as fault:
-        why = str(fault)
-    else:
-        if isinstance(values, dict) and not (taken := RESERVED_TEMPLATE_NAMES & values.keys()):
-            return values
-        why = (
-            f"the server sets {min(taken)}" if isinstance(values, dict) else "it must be an object"
+    flag = "--default-chat-template-kwargs"
+    way_out = WayOut("write an object", (flag, '{"enable_thinking": false}'))
+    values = parse_option_object(given or "{}", asked_by=flag, way_out=way_out)
+    if taken := RESERVED_TEMPLATE_NAMES & values.keys():
+        raise BadValue(
+            f"{flag} {given} gives no values",
+            why=f"the server sets {min(taken)}",
+            ways_out=(way_out,),
         )
-    raise BadValue(
-        f"--default-chat-template-kwargs {given} gives no values",
-        why=why,
-        ways_out=(
-            WayOut(
-                "write an object", ("--default-chat-template-kwargs", '{"enable_thinking": false}')
-            ),
-        ),
-    )
+    return dict(values)

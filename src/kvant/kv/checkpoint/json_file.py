@@ -1,16 +1,18 @@
-"""Read external JSON: an object with distinct keys, or BadCheckpoint that names the file."""
+"""Reads external JSON: an object with distinct keys, from a file or as the value of an option."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import BadCheckpoint, BadValue, WayOut
 
 MAX_JSON_BYTES = 256 * 2**20
 """Above any config or index seen; the index of a model with 100,000 tensors takes about 10 MB."""
 
+_MOST_SHOWN = 200
 _LFS = b"version https://git-lfs"
 
 
@@ -35,6 +37,29 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadCheckpoint(f"{path} is no JSON object", why=f"it holds a {type(found).__name__}")
     return found
+
+
+def parse_option_object(
+    given: str | Mapping[str, Any], *, asked_by: str, way_out: WayOut | None = None
+) -> Mapping[str, Any]:
+    """Parses an option whose value is a JSON object, as text or as a mapping.
+
+    Raises BadValue, naming `asked_by`. way_out: an object to give instead.
+    """
+    ways_out = () if way_out is None else (way_out,)
+    body: Any = given
+    if isinstance(given, str):
+        try:
+            body = json.loads(given, object_pairs_hook=_distinct)
+        except (ValueError, RecursionError) as fault:
+            shown = given if len(given) <= _MOST_SHOWN else given[:_MOST_SHOWN] + ".."
+            raise BadValue(
+                f"{asked_by}: {shown!r} is not JSON", why=_first_line(fault), ways_out=ways_out
+            ) from None
+    if not isinstance(body, Mapping):
+        what = f"{asked_by}: expected an object, got {type(body).__name__}"
+        raise BadValue(what, ways_out=ways_out)
+    return body
 
 
 def refuse_lfs_pointer(head: bytes, path: Path) -> None:

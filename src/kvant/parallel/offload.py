@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvant.kv.identity import PageIdentity
 from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover, part_of
-from kvant.kv.offload.source import Files, Prompt, Wanted
+from kvant.kv.offload.source import Files, Prompt, Source, Wanted
 from kvant.kv.offload.stats import TierCounts
 from kvant.kv.transfer.messages import Part
 from kvant.parallel.messages import (
+    FilesDone,
     ForgetFiles,
     KeepPages,
     KeepsPages,
     LoadPages,
+    PeerRead,
     ReadFiles,
     StorePages,
     TouchFiles,
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvant.kv.offload.page_files import PageFiles
 
 _T = TypeVar("_T")
+_Own = TypeVar("_Own", bound=Source)
 
 
 class SpreadPages:
@@ -128,19 +131,16 @@ def joined(sums: Iterable[bytes | None]) -> bytes | None:
     return b"".join(there) if len(there) == len(found) else None
 
 
-class RankedFiles:
-    """The `Files` of all ranks. own: rank 0's files, which answer for all. others: the other ranks' files.
+class RankedSource(Generic[_Own]):
+    """A `Source` of all ranks. own: rank 0's, which finds pages for all; every rank reads its part of a page.
 
-    page_bytes: bytes of rank 0's part of a page of each group. Methods that send raise RankLost.
+    A subclass sends `read`, and passes the other ranks' answers on to `_note_reads`.
     """
 
-    def __init__(
-        self, own: FileQueue, others: Sequence[PageFiles], ranks: Ranks, page_bytes: Sequence[int]
-    ) -> None:
-        self._own, self._others, self._ranks = own, tuple(others), ranks
-        self._size, self._page_bytes = 1 + len(ranks.pids), page_bytes
+    def __init__(self, own: _Own, ranks: Ranks) -> None:
+        self._own, self._ranks = own, ranks
+        self._size = 1 + len(ranks.pids)
         self._reads: dict[Key, dict[int, tuple[bytes | None, float]]] = {}
-        self._writes: dict[Key, dict[int, bool]] = {}
         self._bad: dict[int, int] = {}
 
     @property
@@ -158,6 +158,53 @@ class RankedFiles:
     @property
     def is_probing(self) -> bool:
         return self._own.is_probing
+
+    def has(self, key: Key) -> bool:
+        return self._own.has(key)
+
+    def probe(
+        self, number: int, pages: Sequence[Wanted], windows: Sequence[int | None], prompt: Prompt
+    ) -> None:
+        self._own.probe(number, pages, windows, prompt)
+
+    def take_probed(self) -> list[int]:
+        return self._own.take_probed()
+
+    def take_read(self) -> list[tuple[Key, bytes | None, float]]:
+        self._take_told()
+        for key, total, seconds in self._own.take_read():
+            self._reads[key][0] = total, seconds
+        return [
+            (
+                key,
+                joined(parts[rank][0] for rank in range(self._size)),
+                max(seconds for _, seconds in parts.values()),
+            )
+            for key, parts in taken(self._reads, self._size)
+        ]
+
+    def _take_told(self) -> None:
+        """Notes what other ranks have answered so far."""
+        raise NotImplementedError
+
+    def _note_reads(self, rank: int, told: FilesDone | PeerRead) -> None:
+        self._bad[rank] = told.num_bad
+        for group, digest, total, seconds in told.reads:
+            self._reads[Key(group, digest)][rank] = total, seconds
+
+
+class RankedFiles(RankedSource["FileQueue"]):
+    """The `Files` of all ranks. own: rank 0's files, which answer for all. others: the other ranks' files.
+
+    page_bytes: bytes of rank 0's part of a page of each group. Methods that send raise RankLost.
+    """
+
+    def __init__(
+        self, own: FileQueue, others: Sequence[PageFiles], ranks: Ranks, page_bytes: Sequence[int]
+    ) -> None:
+        super().__init__(own, ranks)
+        self._others, self._page_bytes = tuple(others), page_bytes
+        self._writes: dict[Key, dict[int, bool]] = {}
 
     @property
     def store(self) -> PageFiles:
@@ -185,17 +232,6 @@ class RankedFiles:
     def counted(self, counts: TierCounts) -> TierCounts:
         return self._own.counted(counts)
 
-    def has(self, key: Key) -> bool:
-        return self._own.has(key)
-
-    def probe(
-        self, number: int, pages: Sequence[Wanted], windows: Sequence[int | None], prompt: Prompt
-    ) -> None:
-        self._own.probe(number, pages, windows, prompt)
-
-    def take_probed(self) -> list[int]:
-        return self._own.take_probed()
-
     def read(self, reads: Iterable[tuple[Key, int]]) -> None:
         found = list(reads)
         self._reads.update({key: {} for key, _ in found})
@@ -203,15 +239,10 @@ class RankedFiles:
         self._own.read(found)
 
     def take_read(self) -> list[tuple[Key, bytes | None, float]]:
-        self._take_told()
-        for key, total, seconds in self._own.take_read():
-            self._reads[key][0] = total, seconds
-        found = []
-        for key, parts in taken(self._reads, self._size):
-            total = joined(parts[rank][0] for rank in range(self._size))
+        found = super().take_read()
+        for key, total, _ in found:
             if total is None:
                 self._drop(key)  # parts of some ranks alone are of no use
-            found.append((key, total, max(seconds for _, seconds in parts.values())))
         return found
 
     def write(self, writes: Iterable[tuple[Key, int, bytes]]) -> None:
@@ -254,9 +285,7 @@ class RankedFiles:
 
     def _take_told(self) -> None:
         for rank, told in emptied(self._ranks.told.files):
-            self._bad[rank] = told.num_bad
-            for group, digest, total, seconds in told.reads:
-                self._reads[Key(group, digest)][rank] = total, seconds
+            self._note_reads(rank, told)
             for group, digest, is_written in told.writes:
                 self._writes[Key(group, digest)][rank] = is_written
 

@@ -13,10 +13,14 @@ from kvant.cli.measuring import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
+    RecentDtypeOption,
+    RecentOption,
     Restart,
+    SinkOption,
     TextFile,
     kept_parts,
     measured_llm,
+    parse_wide_rows,
     progress,
 )
 from kvant.cli.output import (
@@ -77,26 +81,9 @@ def evaluate(
     tokens: Annotated[
         int, typer.Option("--tokens", min=64, help="Tokens of text for each context.")
     ] = 8192,
-    recent: Annotated[
-        int,
-        typer.Option(
-            "--kv-recent-tokens", min=0, help="Last tokens that every format stores wide too."
-        ),
-    ] = 0,
-    sink: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-sink-tokens",
-            min=0,
-            help="First tokens likewise. Default: 16 with --kv-recent-tokens.",
-        ),
-    ] = None,
-    recent_format: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-recent-dtype", metavar="F", help="Format of these rows. Default: the model dtype."
-        ),
-    ] = None,
+    recent: RecentOption = 0,
+    sink: SinkOption = None,
+    recent_format: RecentDtypeOption = None,
     layer_format: Annotated[
         str | None,
         typer.Option(
@@ -190,7 +177,6 @@ def evaluate(
 
     wait_without_spinning()  # before torch is imported
     from kvant.kv.names import parse_format, parse_one, whole_formats
-    from kvant.kv.wide import ask_wide
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.evaluate import Evaluation, choose_contenders, run_parts
     from kvant.measure.quality.lm_eval import find_command
@@ -206,14 +192,7 @@ def evaluate(
     layered = (
         None if layer_format is None else parse_format(layer_format, asked_by="--layer-format")
     )
-    rows = ask_wide(
-        sink,
-        recent,
-        None
-        if recent_format is None
-        else parse_format(recent_format, asked_by="--kv-recent-dtype"),
-        asked_by=f"--kv-recent-tokens {recent}",
-    )
+    rows = parse_wide_rows(sink, recent, recent_format)
     if speculative_config is not None:
         parse_speculative_config(speculative_config)
     harness = find_command(lm_eval) if tasks else None  # refused before a model is loaded

@@ -15,6 +15,7 @@ from kvant.cli.progress import Told, bars, work
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
+    from kvant.kv.request import AskedWide
     from kvant.measure.quality.kept import Kept
 
 ModelArgument = Annotated[str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")]
@@ -27,11 +28,40 @@ TextFile = Annotated[
         callback=readable,
     ),
 ]
+RecentOption = Annotated[
+    int,
+    typer.Option(
+        "--kv-recent-tokens", min=0, help="Last tokens that every format stores wide too."
+    ),
+]
+SinkOption = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-sink-tokens",
+        min=0,
+        help="First tokens likewise. Default: 16 with --kv-recent-tokens.",
+    ),
+]
+RecentDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-recent-dtype", metavar="F", help="Format of these rows. Default: the model dtype."
+    ),
+]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Discard an interrupted measurement and start again.")
 ]
+
+
+def parse_wide_rows(sink: int | None, recent: int, dtype: str | None) -> AskedWide | None:
+    """Parses the three options of rows that are stored wide too. Raises UnknownName or BadValue."""
+    from kvant.kv.names import parse_format
+    from kvant.kv.wide import ask_wide
+
+    stored = None if dtype is None else parse_format(dtype, asked_by="--kv-recent-dtype")
+    return ask_wide(sink, recent, stored, asked_by=f"--kv-recent-tokens {recent}")
 
 
 def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str = "auto") -> LLM:

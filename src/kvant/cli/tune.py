@@ -13,10 +13,14 @@ from kvant.cli.measuring import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
+    RecentDtypeOption,
+    RecentOption,
     Restart,
+    SinkOption,
     TextFile,
     kept_parts,
     measured_llm,
+    parse_wide_rows,
     progress,
 )
 from kvant.cli.output import Format, FormatOption, OutFile, figure_table, writable, write_result
@@ -75,24 +79,9 @@ def tune(
             help="Uniform format to verify beside the policy; may be repeated. Default: all.",
         ),
     ] = None,
-    recent: Annotated[
-        int,
-        typer.Option("--kv-recent-tokens", min=0, help="Last tokens that are stored wide too."),
-    ] = 0,
-    sink: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-sink-tokens",
-            min=0,
-            help="First tokens likewise. Default: 16 with --kv-recent-tokens.",
-        ),
-    ] = None,
-    recent_format: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-recent-dtype", metavar="F", help="Format of these rows. Default: the model dtype."
-        ),
-    ] = None,
+    recent: RecentOption = 0,
+    sink: SinkOption = None,
+    recent_format: RecentDtypeOption = None,
     context: Annotated[int, typer.Option("--context", min=64, help="Tokens of a window.")] = 512,
     tokens: Annotated[
         int, typer.Option("--tokens", min=64, help="Tokens to measure each choice on.")
@@ -126,7 +115,6 @@ def tune(
     bits = _budget(budget, max_kl)
     wait_without_spinning()  # before torch is imported
     from kvant.kv.names import parse_format
-    from kvant.kv.wide import ask_wide
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.quality.kept import model_files
     from kvant.measure.quality.texts import read_text
@@ -135,8 +123,7 @@ def tune(
 
     candidates = _formats(formats)
     uniform = [parse_format(name, asked_by="--beside") for name in beside or ()]
-    stored = parse_format(recent_format, asked_by="--kv-recent-dtype") if recent_format else None
-    rows = ask_wide(sink, recent, stored, asked_by=f"--kv-recent-tokens {recent}")
+    rows = parse_wide_rows(sink, recent, recent_format)
     llm = measured_llm(model, dtype, device)
     read = read_text(text, llm)
     lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -271,11 +271,5 @@ def _delta(task: int, _: int) -> None:
                 store_f32(out + 4 * i, to_bf16_if(rounds, load_f32(out + 4 * i)))
 
 
-@cache
-def conv_worker() -> int:
-    return compiled_worker(_conv)
-
-
-@cache
-def delta_worker() -> int:
-    return compiled_worker(_delta)
+conv_worker = partial(compiled_worker, _conv)
+delta_worker = partial(compiled_worker, _delta)

@@ -7,7 +7,7 @@ weights are read once for all of its rows. A token's result depends on the token
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -278,16 +278,6 @@ def _combine(task: int, _: int) -> None:
         )  # fmt: skip
 
 
-@cache
-def route_worker() -> int:
-    return compiled_worker(_route)
-
-
-@cache
-def sort_worker() -> int:
-    return compiled_worker(_sort)
-
-
-@cache
-def combine_worker() -> int:
-    return compiled_worker(_combine)
+route_worker = partial(compiled_worker, _route)
+sort_worker = partial(compiled_worker, _sort)
+combine_worker = partial(compiled_worker, _combine)

@@ -6,7 +6,7 @@ compute in bfloat16, they round to bfloat16 numbers. A row's result depends on t
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -284,21 +284,7 @@ def _gate_heads(task: int, _: int) -> None:
                 _sigmoid_mul(x, gate, head_dim // 16, r16)
 
 
-@cache
-def norm_worker() -> int:
-    return compiled_worker(_norm)
-
-
-@cache
-def rotate_worker() -> int:
-    return compiled_worker(_rotate)
-
-
-@cache
-def gate_worker() -> int:
-    return compiled_worker(_gate)
-
-
-@cache
-def gate_heads_worker() -> int:
-    return compiled_worker(_gate_heads)
+norm_worker = partial(compiled_worker, _norm)
+rotate_worker = partial(compiled_worker, _rotate)
+gate_worker = partial(compiled_worker, _gate)
+gate_heads_worker = partial(compiled_worker, _gate_heads)

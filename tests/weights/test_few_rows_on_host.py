@@ -46,6 +46,18 @@ def exact(weight: NarrowWeight) -> Tensor:
     return decode(weight, torch.float64)
 
 
+def product(x: Tensor, weight: NarrowWeight, bias: Tensor, *, gated: bool) -> Tensor:
+    """x @ weight.T + bias in float64 [tokens, rows]. gated: silu(first half of rows) * second half."""
+    y = x.double() @ exact(weight).T + bias.double()
+    return silu_gated(y) if gated else y
+
+
+def silu_gated(both: Tensor) -> Tensor:
+    """silu(gates) * ups [.., rows / 2] of both [.., rows], gates first."""
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -83,7 +95,7 @@ def test_rows(
     weight = encode(torch.randn(144, columns), fmt)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(144).to(dtype)
     found = multiply(tmp_path, x, weight, bias, cut, PLAIN, NOTHING)
-    close(found, x.double() @ exact(weight).T + bias.double())
+    close(found, product(x, weight, bias, gated=False))
 
 
 @pytest.mark.parametrize(
@@ -109,11 +121,7 @@ def test_rows_that_warps_share(
     weight = encode(torch.randn(rows, columns) * columns**-0.5, fmt)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     found = multiply_shared(tmp_path, x, weight, bias, cut, Act.SILU if gated else None)
-    expected = x.double() @ exact(weight).T + bias.double()
-    if gated:
-        gate, up = expected.chunk(2, -1)
-        expected = F.silu(gate) * up
-    close(found, expected)
+    close(found, product(x, weight, bias, gated=gated))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +146,7 @@ def test_rows_by_wide_instructions(
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     around = Around(act=Act.SILU if gated else None)
     found = multiply_wide(tmp_path, x, weight, bias, cut, around, wide_rows.NOTHING).out
-    expected = x.double() @ exact(weight).T + bias.double()
-    if gated:
-        gate, up = expected.chunk(2, -1)
-        expected = F.silu(gate) * up
-    close(found, expected)
+    close(found, product(x, weight, bias, gated=gated))
 
 
 @pytest.mark.parametrize(
@@ -177,8 +181,7 @@ def test_products_of_several_rows_fold_what_lies_between_them(
     beside = wide_rows.Beside(squares=total.squares, eps=eps)
     inner = multiply_wide(tmp_path, total.weighted, both, None, Cut(1, 4, 2, 2, 1), around, beside)
     normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * factor
-    gate, up = (normed @ exact(both).T).chunk(2, -1)
-    close(inner.out, F.silu(gate) * up)
+    close(inner.out, silu_gated(normed @ exact(both).T))
 
 
 @pytest.mark.parametrize(
@@ -208,8 +211,7 @@ def test_one_row_is_normalised_activated_and_added(
     found = multiply(tmp_path, x, weight, None, Warps(2, 2, 2), kind, beside)
     wide = x.double()
     normed = wide * torch.rsqrt(wide.pow(2).mean() + 1e-12) * norm.double()
-    gate, up = (normed @ exact(weight).T).chunk(2, -1)
-    close(found, F.silu(gate) * up)
+    close(found, silu_gated(normed @ exact(weight).T))
 
     down = encode(torch.randn(48, columns) * columns**-0.5, fmt)
     residual = torch.randn(1, 48).to(dtype) * size

@@ -102,7 +102,7 @@ def test_a_template_process_that_always_dies_is_an_api_error(server: Server) -> 
     killer.start()
     assert killed.wait(30), "the process of the start could answer before it dies"
     try:
-        # On a busy machine a new process can answer before the killer runs again. Each request is another try.
+        # On a busy machine a new process can answer before the killer runs again.
         for _ in range(20):
             answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 2})
             if answer.status != 200:

@@ -4,7 +4,8 @@
 
 SHAPE: a directory with a config.json; weights are random. Runs where vLLM is installed and does not import
 Kvant. Everything is vLLM's default, except for what makes the two comparable: no prefix cache, greedy,
-answers exactly as long as asked, and the share of the GPU's memory.
+answers exactly as long as asked, and the share of the GPU's memory. --engine adds what a shape needs, such
+as '{"quantization":"fp8"}'.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=17000)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--kv-cache-memory-bytes", type=int, help="instead of that share")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM"
+    )
     parser.add_argument("--out")
     asked = parser.parse_args()
     from vllm import LLM
@@ -51,6 +55,7 @@ def main() -> None:
         gpu_memory_utilization=asked.gpu_memory_utilization,
         kv_cache_memory_bytes=asked.kv_cache_memory_bytes,
         enable_prefix_caching=False,
+        **asked.engine,
     )
     ready = time.perf_counter() - start
     config = llm.llm_engine.vllm_config

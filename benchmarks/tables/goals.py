@@ -10,7 +10,9 @@ from typing import Any
 from benchmarks.tables import (
     Cells,
     attention,
+    decoder,
     held,
+    narrow,
     prompts,
     scheduler,
     serving,
@@ -37,6 +39,14 @@ FILES = {
     "host": scheduler.FILE,
     "idle256": scheduler.IDLE_FILES[0],
     "idle1024": scheduler.IDLE_FILES[1],
+    "gemma": "h200-rows-gemma-3-12b.json",
+    "experts": "h200-rows-qwen3-30b-a3b.json",
+    "families": "h200-decoder.json",
+    "windows": "h200-windows.json",
+    "hybrid": "h200-rows-qwen3.5-9b.json",
+    "hits": "h200-hybrid-hits.json",
+    "narrow": "h200-narrow-models.json",
+    "activations": "h200-fp8-activations.json",
 }
 DECODE_US, LONG_US, SHORT_US = 515, {"bfloat16": 140, "fp8_e4m3": 85}, 8
 OTHER_LIBRARY, OWN_KERNEL = 600, 450
@@ -44,6 +54,9 @@ CAPACITY = {"fp8": 2.0, "int4": 3.7}
 HOST_MS = {256: 0.25, 1024: 0.6}
 BESIDE_BFLOAT16 = 0.62
 MOST_SKEWED = 1.15
+WINDOWED_SEQUENCES = 75
+HIT_SHARE = 0.05
+ACTIVATIONS = 11_000
 GROUPS = (
     ("fp8_e4m3",),
     ("fp8_per_token_head", "int8_per_token_head"),
@@ -82,7 +95,11 @@ class Goal:
         outcome = self.outcome if self.is_met else f"**{self.outcome}**"
         return [self.what, f"{side} {bound}{self.unit}",
                 f"{self.value:.{self.digits}f}{self.unit}{self.note}", outcome,
-                f"[{self.page}]({self.page}.md)", str(self.data["commit"])]  # fmt: skip
+                self.link, str(self.data["commit"])]  # fmt: skip
+
+    @property
+    def link(self) -> str:
+        return f"[{self.page.rpartition('/')[2]}]({self.page}.md)"
 
 
 @table("gpu-goals", *FILES.values())
@@ -103,7 +120,7 @@ def by_page(*files: Any) -> Cells:
             if not goal.is_met
         ]
         met = len(here) - len(missed)
-        lines.append([f"[{page}]({page}.md)", f"{met} of {len(here)}", "; ".join(missed) or "none"])
+        lines.append([here[0].link, f"{met} of {len(here)}", "; ".join(missed) or "none"])
     return lines
 
 
@@ -115,6 +132,8 @@ def _all(*files: Any) -> Iterator[Goal]:
     yield from _loads(data)
     yield from _drafts(data)
     yield from _served(data)
+    yield from _families(data)
+    yield from _narrow(data["narrow"], data["activations"])
 
 
 def _one_query(kernels: Any, grid: Any) -> Iterator[Goal]:
@@ -282,3 +301,37 @@ def _served(data: dict[str, Any]) -> Iterator[Goal]:
             what = f"device idle, steps of {case['batch']} x {case['context']}, {r['stored']}"
             idle = 100 * scheduler.MOST_IDLE
             yield Goal(what, share, idle, " %", "scheduler", data[name])
+
+
+def _families(data: dict[str, Any]) -> Iterator[Goal]:
+    speed: dict[str, Any] = {"unit": " tok/s", "page": "decoder", "least": True, "digits": 0}
+    for found in (data["gemma"], data["experts"]):
+        for load, bound in decoder.GOALS[found["shape"]].items():
+            what = f"{found['shape']}, {load.replace('x', ' x ')}, bfloat16"
+            yield Goal(what, found["loads"][load]["tok_s"], bound, data=found, **speed)
+    for row in data["families"]["rows"]:
+        if row["shape"] not in decoder.GOALS:
+            what = f"{row['shape']}, {row['load'].replace('x', ' x ')}, bfloat16"
+            yield Goal(what, row["tok_s"], row["goal"], data=row, **speed)
+    windows, hybrid, hits = data["windows"], data["hybrid"], data["hits"]
+    what = "gemma-3-12b, sequences of 32768 that fit, fp8_per_token_head"
+    fit = windows["sequences_32k"]
+    yield Goal(what, fit, WINDOWED_SEQUENCES, "", "decoder", windows, least=True, digits=0)
+    what = "qwen3.5-9b, 1 x 128/256, of the limit"
+    share = hybrid["loads"]["1x128/256"]["share"]
+    yield Goal(what, 100 * share, 75, " %", "hybrids", hybrid, least=True, digits=0)
+    what = "qwen3.5-9b, first token of 30000 from the cache over a cold one"
+    ratio = median(hits["prefix"]["hit"]) / median(hits["prefix"]["cold"])
+    yield Goal(what, ratio, HIT_SHARE, "x", "hybrids", hits, digits=3)
+
+
+def _narrow(found: Any, activations: Any) -> Iterator[Goal]:
+    page = "../weights"
+    for model, requests, value, bound, revision in narrow.goals(found):
+        what = f"{model}, {requests} x 128/256"
+        at = {"commit": revision}
+        yield Goal(what, value, bound, " tok/s", page, at, least=True, digits=0)
+    newest = activations["rounded behind norms and gates (7db0663)"]["tokens_per_second"]
+    what = "Qwen3-8B, fp8 weights, activations and KV, 512 x 1024/256"
+    at = {"commit": "7db0663"}
+    yield Goal(what, newest, ACTIVATIONS, " tok/s", page, at, least=True, digits=0)

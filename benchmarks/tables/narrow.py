@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.tables import Cells, held, table
@@ -37,6 +38,15 @@ def models(narrow: Any, wide: Any) -> Cells:
              _goal(found["1"], one), _goal(found["32"], many)]
         )  # fmt: skip
     return lines
+
+
+def goals(narrow: Any) -> Iterator[tuple[str, str, float, int, str]]:
+    """Returns model, requests, tok/s, goal and revision, for every goal of a table's line."""
+    for shown, (name, *bounds) in _MODELS.items():
+        for requests, bound in zip(("1", "32"), bounds, strict=True):
+            if bound is not None:
+                found = narrow["tokens_per_second"][name]
+                yield shown, requests, found[requests], bound, found["revision"]
 
 
 def _goal(speed: float, goal: int | None) -> str:

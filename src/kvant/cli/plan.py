@@ -37,6 +37,12 @@ def plan(
         ),
     ] = "cpu",
     output: FormatOption = Format.TABLE,
+    tensors: Annotated[
+        bool,
+        typer.Option(
+            "--tensors", help="List every stored tensor: its format, and whether it is used."
+        ),
+    ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -56,14 +62,14 @@ def plan(
     if output is Format.JSON:
         from kvant.plan.plan_json import plan_json
 
-        json.dump(plan_json(made), sys.stdout, indent=2)
+        json.dump(plan_json(made, tensors=tensors), sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
         from rich.console import Console
 
         from kvant.cli.plan_table import print_plan
 
-        print_plan(made, Console(), command=_serve_arguments(sys.argv))
+        print_plan(made, Console(), command=_serve_arguments(sys.argv), tensors=tensors)
     if plot is not None:
         plot_plan(made, plot)
 
@@ -96,6 +102,6 @@ def _serve_arguments(argv: list[str]) -> list[str]:
     for word in words:
         if word in _PLAN_ONLY:
             next(words, None)
-        elif word.split("=", 1)[0] not in _PLAN_ONLY:
+        elif word != "--tensors" and word.split("=", 1)[0] not in _PLAN_ONLY:
             kept.append(shlex.quote(word))
     return kept

@@ -14,6 +14,7 @@ from kvant.cli.output import plain
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
 from kvant.models.shape import ShapeSource
+from kvant.models.weight_audit import NUMBERS
 from kvant.plan.plan import KeptLayers, Plan, PlannedModel
 from kvant.plan.resolution import what_if, what_if_weights
 
@@ -21,8 +22,13 @@ _BAR_WIDTH = 60
 _DESCRIBED_FROM = 100  # columns; a narrower terminal has room for numbers only
 
 
-def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> None:
-    """Prints the whole plan. command: the arguments after `kvant plan`, to print commands that run it."""
+def print_plan(
+    plan: Plan, console: Console, *, command: Sequence[str] = (), tensors: bool = False
+) -> None:
+    """Prints the whole plan. command: the arguments after `kvant plan`, to print commands that run it.
+
+    tensors: also print every stored tensor of the target.
+    """
     kv = plan.target.kv
     console.print(
         Text.assemble(
@@ -33,7 +39,7 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         ),
         soft_wrap=True,
     )
-    _print_forward(plan, console)
+    _print_forward(plan, console, tensors=tensors)
     print_layers(plan.target, console)
     expected = expected_kl(kv, plan.target.geometry)
     if expected is not None:
@@ -56,20 +62,40 @@ def print_plan(plan: Plan, console: Console, *, command: Sequence[str] = ()) -> 
         plain(console, f"serve it:      kvant serve {line}")
 
 
-def _print_forward(plan: Plan, console: Console) -> None:
-    """Prints which forward runs the model, and why each faster one does not."""
+def _print_forward(plan: Plan, console: Console, *, tensors: bool) -> None:
+    """Prints which forward runs the model, its weights, and why each faster one does not."""
     forward = plan.forward
     if forward.name is None:
         return
     console.print(Text(f"forward: {forward.name}"), soft_wrap=True)
     if plan.target.narrow is not None:
         console.print(Text(f"weights: {plan.target.narrow}"), soft_wrap=True)
+    _print_tensors(plan, console, each=tensors)
     if forward.activations_because:
         console.print(Text(f"activations: {forward.activations_because}"), soft_wrap=True)
     if plan.target.shape_source is not ShapeSource.CONFIG:
         console.print(Text(f"geometry: {plan.target.shape_source.value}"), soft_wrap=True)
     for one in forward.refused:
         console.print(Text(f"  not {one.forward}: {one.reason}", style="dim"), soft_wrap=True)
+
+
+def _print_tensors(plan: Plan, console: Console, *, each: bool) -> None:
+    """Prints what the stored tensors are for, if one of them is narrow or unused.
+
+    each: also print every tensor with its dtype, shape and format.
+    """
+    if plan.audit is None:
+        if each:
+            console.print(Text("tensors: there are no weight files here to look into"))
+        return
+    groups = plan.audit.groups
+    if each or any(set(group.roles) != {NUMBERS} for group in groups):
+        for group in groups:
+            console.print(Text(f"  {group.text}", style="dim"), soft_wrap=True)
+    for one in plan.audit.tensors if each else ():
+        shape = "-" if one.shape is None else " x ".join(map(str, one.shape)) or "1"
+        line = f"{one.name}  {one.dtype or '-'} {shape}  {one.format}, {one.role}"
+        console.print(Text(f"{line}: {one.state.value}, {one.because}"), soft_wrap=True)
 
 
 def _weights(plan: Plan) -> str:

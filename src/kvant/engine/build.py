@@ -18,6 +18,7 @@ from kvant.kv.pages import CacheIdentity
 from kvant.kv.spec import KVPlan
 from kvant.models.local import Progress
 from kvant.models.pooling import Pooling, choose_pooling
+from kvant.models.weight_audit import TensorState, WeightAudit
 from kvant.plan.config import EngineConfig, EngineOptions
 from kvant.plan.device import torch_device
 from kvant.plan.plan import Plan
@@ -71,6 +72,9 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     pooling = choose_pooling(config.task, target.local.path, target.config, width)
     if pooling is not None:
         _refuse_to_embed(planned)
+    audit = planned.audit
+    if audit is not None and audit.refusal is not None and not config.dummy_weights:
+        raise audit.refusal
     if planned.request.offload is not None:
         launcher = config.settings.build(EngineOptions).rank_launcher
         check_tiers(planned, planned.request.offload, is_launched=launcher == "torchrun")
@@ -111,7 +115,7 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
         group=None if team is None else team.group,
         told=_share_of("loading weights", planned.memory.weights_bytes, progress),
     )
-    notes = (*planned.notes, *_unused(model, target.checkpoint))
+    notes = (*planned.notes, *_unused(model, target.checkpoint, audit))
     if config.dummy_weights:
         notes = (*notes, "weights are random (--load-format dummy): answers mean nothing")
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)
@@ -260,15 +264,24 @@ def _runnable(plan: Plan) -> Plan:
     return plan
 
 
-def _unused(model: LoadedModel, checkpoint: CheckpointKV) -> tuple[str, ...]:
-    """Returns a note on checkpoint tensors that the model does not use. The plan reports unused scales."""
-    of_kv = {scale.name for scale in checkpoint.scales.values()}
-    of_kv |= {line.partition(":")[0] for line in checkpoint.ignored}
-    found = [name for name in model.unused_tensors if name not in of_kv]
+def _unused(
+    model: LoadedModel, checkpoint: CheckpointKV, audit: WeightAudit | None
+) -> tuple[str, ...]:
+    """Returns notes on tensors that the model does not use. The plan reports scales of the KV cache.
+
+    audit: knows some reasons; None without files.
+    """
+    known = {scale.name for scale in checkpoint.scales.values()}
+    known |= {line.partition(":")[0] for line in checkpoint.ignored}
+    reasons: tuple[str, ...] = ()
+    if audit is not None:
+        known |= {one.name for one in audit.tensors if one.state is TensorState.UNUSED}
+        reasons = audit.unused
+    found = [name for name in model.unused_tensors if name not in known]
     if not found:
-        return ()
+        return reasons
     shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    return (f"tensors of the checkpoint that this model does not use: {shown}",)
+    return (*reasons, f"tensors of the checkpoint that this model does not use: {shown}")
 
 
 def cache_identity(planned: Plan) -> CacheIdentity:

@@ -29,9 +29,10 @@ from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
 from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
-from kvant.weights.dialects import check_order, check_part, check_scales, parts_of, read
+from kvant.weights.dialects import check_order, check_scales, read
 from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, WHOLE, Dialect, Scheme, WeightFormat
 from kvant.weights.linear import NarrowEmbedding, NarrowLinear, named_tensors
+from kvant.weights.parts import check_part, parts_of
 
 _METHOD = "kvant"
 _DTYPES = {

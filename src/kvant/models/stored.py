@@ -107,6 +107,14 @@ def read_stored(
     return _declared(config)
 
 
+def declared_weights(config: Mapping[str, Any]) -> Stored | NotStored | None:
+    """Returns how a checkpoint says that it stores narrow weights, on any device; None: not at all."""
+    blocks = read_blocks(config)
+    if blocks is not None or not isinstance(config.get("quantization_config"), Mapping):
+        return blocks
+    return _declared(config)
+
+
 def declared_activations(config: Mapping[str, Any]) -> str:
     """What a checkpoint with narrow weights declares about activations, "" for nothing. On any device."""
     if not isinstance(config.get("quantization_config"), Mapping):

@@ -20,16 +20,9 @@ from kvant.models.sharding.cuts import Cut, Rule
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, join
-from kvant.weights.dialects import (
-    check_order,
-    check_part,
-    check_scales,
-    expert_parts,
-    parts_of,
-    read,
-    read_experts,
-)
+from kvant.weights.dialects import check_order, check_scales, read, read_experts
 from kvant.weights.format import Dialect, Scheme
+from kvant.weights.parts import check_part, expert_parts, parts_of
 
 _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 

@@ -151,7 +151,7 @@ def estimate_weight_bytes(
     if isinstance(recipe, NoRecipe):
         return WeightBytes(None, None, recipe.reason)
     try:
-        weights = _model_weights(config, geometry)
+        weights = models_weights(config, geometry)
         if isinstance(weights, str):
             return WeightBytes(None, None, weights)
         found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
@@ -175,7 +175,7 @@ def quantized_weight_bytes(
 
     compute: the dtype of weights that are not quantised, on a GPU; None for a CPU.
     """
-    weights = _model_weights(config, geometry)
+    weights = models_weights(config, geometry)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
     listed = list(weights)
@@ -201,12 +201,12 @@ def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -
 
 def list_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[Weight, ...]:
     """Returns every weight of a model of a listed family."""
-    found = _model_weights(config, geometry)
+    found = models_weights(config, geometry)
     assert not isinstance(found, str), found
     return tuple(found)
 
 
-def _model_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
+def models_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
     """Returns every weight of the model, or why they cannot be listed."""
     if is_drafter(config):
         return draft_weights(config, geometry)

@@ -10,6 +10,7 @@ from kvant.errors import ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.models.local import LocalModel
 from kvant.models.shape import ModelShape
+from kvant.models.weight_audit import Tensors
 from kvant.models.weights import StoredWeights
 
 
@@ -18,6 +19,7 @@ class ModelFacts:
     """Facts about one model's files. config: its config.json. are_decoded: quantised weights are decoded to
     the compute dtype while they are loaded. refusal: why its weights cannot be read on this machine.
     shape: the target's geometry and parameters; None for a drafter, whose shape follows its target's.
+    tensors: the target's, from its files' headers; None without files.
     """
 
     local: LocalModel
@@ -27,6 +29,7 @@ class ModelFacts:
     are_decoded: bool
     refusal: ConfigError | None = None
     shape: ModelShape | None = None
+    tensors: Tensors | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.divided import Division
 from kvant.models.sharding.shard import rank_plan
+from kvant.models.weight_audit import WeightAudit
 from kvant.models.weights import WeightBytes
 from kvant.plan.limits import Limits
 from kvant.plan.speculative_config import SpeculativeConfig
@@ -153,7 +154,7 @@ class Plan:
     requested length or the longest that the model can address. draft_counts: numbers of drafts for which
     steps are recorded, descending. notes: lines about choices. refusal: why an engine cannot run this plan.
     division: how ranks share the model, None for one device. Bytes of weights, pages, workspaces and memory
-    are those of one rank.
+    are those of one rank. audit: what every stored tensor of the target is for; None without files.
     """
 
     request: PlanRequest
@@ -170,6 +171,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     refusal: ConfigError | None = None
     division: Division | None = None
+    audit: WeightAudit | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -268,6 +270,8 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """All warnings for the user; lines about the drafter begin with "draft: "."""
         lines = [*self.obstacles, *self.target.local.notes, *self.target.kv.warnings]
+        if self.audit is not None:
+            lines += self.audit.faults
         if self.rotary is not None:
             lines.append(self.rotary.because)
         if self.request.on_cpu and self.request.backend is None:

@@ -7,13 +7,17 @@ from typing import Any
 
 from kvant.kv.spec import Choice, LayerSpec
 from kvant.models.sharding.divided import Division
+from kvant.models.weight_audit import WeightAudit
 from kvant.plan.plan import Plan, PlannedModel
 
 SCHEMA = 1
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """Returns the whole plan as JSON values. The order of keys is part of the schema."""
+def plan_json(plan: Plan, *, tensors: bool = False) -> dict[str, Any]:
+    """Returns the whole plan as JSON values. The order of keys is part of the schema.
+
+    tensors: also list every stored tensor of the target.
+    """
     memory = plan.memory
     return {
         "schema": SCHEMA,
@@ -36,6 +40,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "rotary": None if plan.rotary is None else asdict(plan.rotary),
         "geometry_source": plan.target.shape_source.value,
+        "weights": None if plan.audit is None else _weights(plan.audit, tensors=tensors),
         "target": _model(plan.target),
         "draft": None if plan.draft is None else _draft(plan, plan.draft),
         "memory": {
@@ -57,6 +62,36 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         },
         "warnings": list(plan.warnings),
     }
+
+
+def _weights(audit: WeightAudit, *, tensors: bool) -> dict[str, Any]:
+    """Returns what the stored tensors are for, as JSON values."""
+    found: dict[str, Any] = {
+        "groups": [
+            {
+                "format": group.format,
+                "tensors": dict(group.roles),
+                "state": group.state.value,
+                "because": group.because,
+                "first": group.first,
+            }
+            for group in audit.groups
+        ]
+    }
+    if tensors:
+        found["tensors"] = [
+            {
+                "tensor": one.name,
+                "format": one.format,
+                "role": one.role,
+                "dtype": one.dtype,
+                "shape": None if one.shape is None else list(one.shape),
+                "state": one.state.value,
+                "because": one.because,
+            }
+            for one in audit.tensors
+        ]
+    return found
 
 
 def _groups(plan: Plan) -> list[dict[str, Any]]:

@@ -14,14 +14,16 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
 from kvant.models.activations import with_activations
-from kvant.models.forward_info import ForwardFacts
+from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.shard import rank_geometry
-from kvant.models.stored import NotStored, Stored, read_stored
+from kvant.models.stored import NotStored, Stored, declared_weights, read_stored
+from kvant.models.weight_audit import Use, WeightAudit, audit_weights
 from kvant.models.weights import (
+    models_weights,
     quantized_weight_bytes,
     weight_bytes_of,
 )
@@ -91,6 +93,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         request, target, forward, rotary, draft, draft_facts, counts, limits,
         total_bytes=request.memory_bytes if memory is None else memory.total,
         kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
+        audit=_audit(facts.target, target, forward),
     )  # fmt: skip
     _check_wide_rows(plan)
     if memory is not None:
@@ -251,6 +254,25 @@ def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | Non
         done = "decoded while they are loaded" if facts.are_decoded else "left to transformers"
         return f"{done}: {stored.reason}"
     return None if stored is None else stored.summary
+
+
+def _audit(facts: ModelFacts, target: PlannedModel, forward: ForwardChoice) -> WeightAudit | None:
+    """Returns what every stored tensor is for; None without files to look into."""
+    if facts.tensors is None:
+        return None
+    listed = models_weights(target.config, target.geometry)
+    return audit_weights(
+        facts.tensors,
+        Use(
+            declared_weights(target.config),
+            forward.stored,
+            target.narrow or "decoded while they are loaded",
+            forward.quantization,
+            forward.activations,
+            None if isinstance(listed, str) else tuple(listed),
+            target.kv,
+        ),
+    )
 
 
 def _stored(

@@ -117,4 +117,11 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
     if refusal is None and not _are_kept(config, shape.geometry, device):
         refusal = refuse_weights(config, local.path, device)
-    return ModelFacts(local, config, checkpoint, weights, decoded, refusal, shape)
+    tensors = None
+    if headers is not None:
+        tensors = {
+            name: (entry.dtype, tuple(entry.shape))
+            for header in headers
+            for name, entry in header.tensors.items()
+        }
+    return ModelFacts(local, config, checkpoint, weights, decoded, refusal, shape, tensors)

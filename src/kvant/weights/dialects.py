@@ -1,13 +1,9 @@
-"""Narrow weights of checkpoints: the tensors of each dialect, and how they are read as `NarrowWeight`.
-
-Layouts come from compressed-tensors 0.20, AutoAWQ, AutoGPTQ, ModelOpt and DeepSeek's checkpoints. Shapes are
-[N, K]: outputs, inputs. G: inputs of a group.
-"""
+"""How the tensors of each dialect (`kvant.weights.parts`) are checked and read as `NarrowWeight`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,100 +16,9 @@ from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightForm
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position in a word of each of eight neighbouring outputs."""
 
-_FLOATS = ("F32", "F16", "BF16")
 _SCALE_OF = {
     torch.float32: Scale.FLOAT32, torch.float16: Scale.FLOAT16, torch.bfloat16: Scale.BFLOAT16,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor of a layer: its allowed dtypes, as safetensors names them, and its allowed shapes.
-
-    is_scale: `check_scales` must accept its numbers. ways_out: what an error about this tensor suggests.
-    """
-
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    is_scale: bool = False
-    optional: bool = False
-    ways_out: tuple[WayOut, ...] = ()
-
-
-_WHOLE: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
-"""Shapes of a tensor with one number."""
-
-
-def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
-    """Returns the tensors of a layer [rows, columns] in a dialect, by their name after the layer's."""
-    found = _parts_of_weight(scheme, rows, columns)
-    if scheme.rounds_inputs:
-        exact = WayOut("take 16-bit activations", ("--weight-activations", "exact"))
-        found[scheme.input_scale] = Part(_FLOATS, _WHOLE, is_scale=True, ways_out=(exact,))
-    return found
-
-
-def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
-    fmt, dialect = scheme.format, scheme.dialect
-    whole = _WHOLE
-    down, along = fmt.blocks(rows, columns)
-    shared = whole
-    if (fmt.rows, fmt.columns) == (1, WHOLE):
-        shared = ((rows, 1), (rows,))
-    elif fmt.rows != WHOLE:
-        shared = ((down, along),)
-    scale = Part(_FLOATS, shared, is_scale=True)
-    one = Part(_FLOATS, whole, is_scale=True)
-    codes = Part(("F8_E4M3",), ((rows, columns),))
-    if dialect is Dialect.GGUF:
-        return {"weight": Part(("U8",), ((rows, block_type(fmt).row_bytes(columns)),))}
-    if dialect is Dialect.FP8:
-        return {"weight": codes, "weight_scale_inv": scale}
-    if dialect in (Dialect.FLOAT_QUANTIZED, Dialect.MODELOPT_FP8):
-        return {"weight": codes, "weight_scale": scale}
-    if dialect is Dialect.INT_QUANTIZED:
-        return {"weight": Part(("I8",), ((rows, columns),)), "weight_scale": scale}
-    if dialect in (Dialect.NVFP4_PACK, Dialect.MXFP4_PACK, Dialect.MODELOPT_NVFP4):
-        packed = Part(("U8",), ((rows, columns // 2),))
-        if dialect is Dialect.MXFP4_PACK:
-            return {"weight_packed": packed, "weight_scale": Part(("U8",), shared, is_scale=True)}
-        scale = Part(("F8_E4M3",), shared, is_scale=True)
-        if dialect is Dialect.NVFP4_PACK:
-            return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": one}
-        return {"weight": packed, "weight_scale": scale, "weight_scale_2": one}
-    bits = fmt.code.bits
-    if dialect is Dialect.PACK_QUANTIZED:
-        found = {
-            "weight_packed": Part(("I32",), ((rows, columns * bits // 32),)),
-            "weight_scale": scale,
-            "weight_shape": Part(("I64", "I32"), ((2,),), optional=True),
-            "weight_g_idx": Part(("I32",), ((columns,),), optional=True),
-        }
-        if fmt.zero_points:
-            found["weight_zero_point"] = Part(("I32",), ((rows * bits // 32, along),))
-        return found
-    group = Part(_FLOATS, ((along, rows),), is_scale=True)
-    zeros = Part(("I32",), ((along, rows // 8),), optional=not fmt.zero_points)
-    if dialect is Dialect.AWQ:
-        return {
-            "qweight": Part(("I32",), ((columns, rows // 8),)),
-            "scales": group,
-            "qzeros": zeros,
-        }
-    return {
-        "qweight": Part(("I32",), ((columns // 8, rows),)), "scales": group, "qzeros": zeros,
-        "g_idx": Part(("I32",), ((columns,),), optional=True),
-    }  # fmt: skip
-
-
-def expert_parts(scheme: Scheme, count: int, rows: int, columns: int) -> dict[str, Part]:
-    """Returns the tensors of `count` experts' matrices [rows, columns] that a dialect stores together."""
-    assert scheme.dialect is Dialect.MXFP4_EXPERTS
-    groups = columns // scheme.format.columns
-    return {
-        "blocks": Part(("U8",), ((count, rows, groups, 16),)),
-        "scales": Part(("U8",), ((count, rows, groups),)),
-    }
 
 
 def read_experts(
@@ -132,29 +37,6 @@ def read_experts(
         codes[expert * rows : (expert + 1) * rows] = pack_nibbles(wide, fmt.columns)
     by_group = scales.view(count * rows, -1).t().contiguous()
     return NarrowStack(NarrowWeight(fmt, count * rows, columns, codes, by_group), count)
-
-
-def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] | None) -> None:
-    """Raises BadCheckpoint, naming the tensor, if its dtype or shape is wrong or it is missing."""
-    if dtype is None or shape is None:
-        if part.optional:
-            return
-        raise BadCheckpoint(
-            f"the tensor {name} is missing", why="its layer needs it", ways_out=part.ways_out
-        )
-    if shape not in part.shapes:
-        fits = " or ".join(str(list(one)) for one in part.shapes)
-        raise BadCheckpoint(
-            f"{name} has the shape {list(shape)}",
-            why=f"its layer needs {fits}",
-            ways_out=part.ways_out,
-        )
-    if dtype not in part.dtypes:
-        raise BadCheckpoint(
-            f"{name} has the dtype {dtype}",
-            why=f"its dialect stores {' or '.join(part.dtypes)}",
-            ways_out=part.ways_out,
-        )
 
 
 def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvant.models.sharding.cuts import Cut
-from kvant.weights.dialects import parts_of
 from kvant.weights.format import Scheme
+from kvant.weights.parts import parts_of
 
 CutOf = Callable[[str, tuple[int, ...]], Cut | None]
 """Maps a tensor's name and whole shape to a rank's part of it; None for all."""

@@ -1,0 +1,287 @@
+"""The weight audit names every stored tensor: its format, and whether it is used."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvant import LLM
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import BadCheckpoint
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.gguf_import import import_gguf
+from kvant.models.quantization import Activations, Quantization
+from kvant.models.weight_audit import TensorState, WeightAudit
+from kvant.plan.plan import PlanRequest
+from tests.cli.command import kvant
+from tests.models import tiny, tiny_gguf, tiny_narrow_experts
+from tests.models.tiny_narrow import DIALECTS, build
+from tests.planned import plan_of
+
+GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
+_UP = "model.layers.1.mlp.up_proj"
+_CODES = ("weight", "weight_packed", "qweight")
+_INPUTS = ("input_scale", "activation_scale")
+
+
+def audit(path: Path, device: DeviceFacts = GPU, **options: Any) -> WeightAudit:
+    request = PlanRequest(str(path), device, **{"dtype": ComputeDtype.BFLOAT16, **options})
+    found = plan_of(request).audit
+    assert found is not None
+    return found
+
+
+def _with(path: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _declare(path: Path, **changes: object) -> Path:
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_tensor_of_every_dialect_is_named_and_used(dialect: str, tmp_path: Path) -> None:
+    path, _ = build(tmp_path, dialect)
+    tensors = load_file(path / "model.safetensors")
+    found = audit(path)
+    assert {one.name for one in found.tensors} == set(tensors)
+    assert not found.faults
+    unused = {
+        one.name.rpartition(".")[2] for one in found.tensors if one.state is TensorState.UNUSED
+    }
+    assert unused <= {"weight_shape"}
+    for one in found.tensors:
+        if not one.name.endswith(tuple(f"_proj.{code}" for code in _CODES)):
+            assert one.role != "codes", one
+            continue
+        assert one.role == "codes"
+        assert one.shape == tuple(tensors[one.name].shape)
+        assert " per " in one.format
+        assert one.because == "runs as it is stored"
+    counted = Counter(one.role for one in found.tensors)
+    assert counted["codes"] == counted["scales"] == 28
+    assert counted["zero points"] == (28 if "zero" in dialect or dialect in ("awq", "gptq") else 0)
+    assert counted["scales of activations"] == (
+        28 if "static" in dialect or "opt fp8" in dialect else 0
+    )
+    assert counted["factors of scales"] == (28 if "nvfp4" in dialect else 0)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_a_dialect_lacks_or_spoils_is_named_and_refused(dialect: str, tmp_path: Path) -> None:
+    path, _ = build(tmp_path, dialect, num_hidden_layers=2)
+    whole = load_file(path / "model.safetensors")
+    optional = {"weight_shape", "g_idx"}
+    for name in [name for name in whole if name.startswith(f"{_UP}.")]:
+        short = name.rpartition(".")[2]
+        spoiled = [None, whole[name].reshape(-1).repeat(3), whole[name].to(torch.complex64)]
+        for made, state in zip(spoiled, ("missing", "wrong", "wrong"), strict=True):
+            tensors = {n: t for n, t in whole.items() if n != name}
+            if made is not None:
+                tensors[name] = made
+            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+            found = audit(path)
+            if made is None and short in optional:
+                assert not found.faults
+                continue
+            (line,) = found.faults
+            assert line.startswith(f"{name} (")
+            assert f" is {state}: " in line
+            assert found.refusal is not None
+            assert name in str(found.refusal)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt fp8", "ct fp8 static", "fp8 static"])
+def test_scales_of_activations_are_named_as_unused_with_the_reason(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect)
+    (line,) = audit(path, activations=Activations.EXACT).unused
+    assert " and 27 more (scales of activations) are unused: products take 16-bit act" in line
+    assert line.split(" ")[0].endswith(_INPUTS)
+    (line,) = audit(path, activations=Activations.FP8).unused
+    assert line.endswith("activations are rounded as fp8, which computes scales")
+
+
+def test_decoded_weights_are_named_with_the_reason(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "ct mxfp4")
+    found = audit(path, DeviceFacts(DeviceKind.CPU), dtype=None)
+    reasons = {one.because for one in found.tensors if one.role == "scales"}
+    assert reasons == {
+        "decoded while they are loaded: weights of mxfp4 run as they are stored on NVIDIA GPUs"
+    }
+
+
+@pytest.mark.parametrize(
+    ("dialect", "field"), [("fp8 block", "modules_to_not_convert"), ("ct int8", "ignore")]
+)
+def test_codes_of_a_layer_that_is_left_alone_are_not_taken_for_numbers(
+    dialect: str, field: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect)
+    _declare(path, **{field: ["lm_head", _UP]})
+    found = audit(path)
+    (fault,) = found.faults
+    assert fault.startswith(f"{_UP}.weight (numbers) is wrong: the quantization_config leaves")
+    (unused,) = found.unused
+    assert unused.startswith(f"{_UP}.weight_scale")
+    with pytest.raises(BadCheckpoint, match=rf"{_UP}\.weight has the dtype"):
+        LLM(path, device="cpu")
+
+
+def test_a_layer_of_16_bits_may_be_left_alone(tmp_path: Path) -> None:
+    path, numbers = build(tmp_path, "fp8 block")
+    _declare(path, modules_to_not_convert=["lm_head", _UP])
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{_UP}.weight"] = numbers[f"{_UP}.weight"]
+        del tensors[f"{_UP}.weight_scale_inv"]
+
+    found = audit(_with(path, widen))
+    assert not found.faults
+    assert not found.unused
+    (one,) = (one for one in found.tensors if one.layer == _UP)
+    assert (one.role, one.format) == ("numbers", "F32")
+
+
+def test_tensors_that_a_format_does_not_have_are_named(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "awq")
+    found = audit(_with(path, lambda t: t.update({f"{_UP}.weight_scale_2": torch.ones(1)})))
+    assert found.unused == (
+        f"{_UP}.weight_scale_2 (factors of scales) is unused: awq has no such tensor",
+    )
+    assert not found.faults
+    found = audit(_with(path, lambda t: t.update({f"{_UP}.pre_quant_scale": torch.ones(64)})))
+    (line,) = found.faults
+    assert line.startswith(f"{_UP}.pre_quant_scale (scales of activations) is wrong: inputs of its")
+
+
+def test_layers_that_the_model_does_not_run_are_named(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "fp8 block")
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        more = {
+            name.replace(".layers.0.", ".layers.4."): tensor.clone()
+            for name, tensor in tensors.items()
+            if ".layers.0.mlp.up_proj." in name
+        }
+        tensors.update(more)
+
+    found = audit(_with(path, add))
+    assert not found.faults
+    assert sorted(found.unused) == [
+        "model.layers.4.mlp.up_proj.weight (numbers) is unused: the model does not run this layer",
+        "model.layers.4.mlp.up_proj.weight_scale_inv (scales) is unused: the model does not run this layer",
+    ]  # fmt: skip
+
+
+def test_scales_of_the_kv_cache_are_used_as_the_plan_says(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "awq")
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        for layer in range(4):
+            for side in "kv":
+                tensors[f"model.layers.{layer}.self_attn.{side}_proj.{side}_scale"] = torch.tensor(
+                    0.5
+                )
+
+    _with(path, add)
+    found = {one.name: one for one in audit(path).tensors}
+    one = found["model.layers.2.self_attn.k_proj.k_scale"]
+    assert (one.role, one.state) == ("scales of the KV cache", TensorState.UNUSED)
+    assert not audit(path).unused
+
+
+@pytest.mark.parametrize("dialect", ["fp8 block", "awq"])
+def test_experts_are_named_one_by_one(dialect: str, tmp_path: Path) -> None:
+    path, _ = tiny_narrow_experts.build(tmp_path, dialect)
+    found = audit(path)
+    assert not found.faults
+    assert not found.unused
+    experts = [one for one in found.tensors if ".experts." in one.name]
+    assert {one.role for one in experts} >= {"codes", "scales"}
+    assert {one.because for one in experts} == {"runs as it is stored"}
+    name = experts[-1].name
+    (line,) = audit(_with(path, lambda tensors: tensors.pop(name))).faults
+    assert line.startswith(f"{name} (")
+
+
+def test_experts_in_blocks_are_named_by_layer(tmp_path: Path) -> None:
+    path, _ = tiny_narrow_experts.build_mxfp4(tmp_path)
+    found = audit(path)
+    assert not found.faults
+    assert not found.unused
+    blocks = [one for one in found.tensors if one.name.endswith(("_blocks", "_scales"))]
+    assert {one.role for one in blocks} == {"codes", "scales"}
+    assert {one.format for one in blocks} == {"mxfp4, a scale per 32 inputs (mxfp4)"}
+    name = blocks[0].name
+    (line,) = audit(_with(path, lambda tensors: tensors.pop(name))).faults
+    assert line.startswith(f"{name} (codes) is missing")
+
+
+def test_blocks_of_a_gguf_file_are_named_by_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVANT_CACHE", str(tmp_path / "cache"))
+    values = tiny_gguf.tensors()
+    types = {name: tiny_gguf.QUANTIZED for name in values if "ffn" in name and "norm" not in name}
+    path = tiny_gguf.write_gguf(tmp_path / "m.gguf", tiny_gguf.metadata(), values, "llama", types)
+    found = audit(import_gguf(path, blocks=True))
+    assert not found.faults
+    formats = {one.format for one in found.tensors if one.role == "codes"}
+    assert formats == {"int8, a scale per 32 inputs (gguf)"}
+
+
+def test_rounded_matrices_are_named(tmp_path: Path) -> None:
+    found = audit(tiny.build("llama", tmp_path), quantization=Quantization.FP8)
+    rounded = {one.name for one in found.tensors if one.because.startswith("rounded to fp8")}
+    assert len(rounded) == 28
+    assert "lm_head.weight" not in rounded
+
+
+def test_the_plan_lists_the_tensors_if_asked(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "modelopt fp8")
+    asked = ("plan", str(path), "--device", "sm_90", "--dtype", "bfloat16")
+    table = kvant(*asked).out
+    assert "28 scales of activations, 28 codes, 28 scales, used: runs as it is stored" in table
+    assert f"{_UP}.weight_scale" not in table
+    line = f"{_UP}.weight_scale  F32 1  fp8_e4m3, a scale per matrix (modelopt FP8), scales: used, "
+    assert line in kvant(*asked, "--tensors").out
+    assert "kvant serve" in kvant(*asked, "--tensors").out
+    short = json.loads(kvant(*asked, "--format", "json").out)["weights"]
+    assert short.keys() == {"groups"}
+    assert [group["state"] for group in short["groups"]] == ["used", "used"]
+    found = json.loads(kvant(*asked, "--format", "json", "--tensors").out)["weights"]["tensors"]
+    assert len(found) == len(load_file(path / "model.safetensors"))
+    (one,) = (one for one in found if one["tensor"] == f"{_UP}.input_scale")
+    assert one == {
+        "tensor": f"{_UP}.input_scale", "format": "fp8_e4m3, a scale per matrix (modelopt FP8)",
+        "role": "scales of activations", "dtype": "F32", "shape": [], "state": "used",
+        "because": "runs as it is stored",
+    }  # fmt: skip
+
+
+def test_an_engine_names_unused_scales_once_and_with_the_reason(tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "gptq")
+    more = {f"model.layers.{n}.mlp.up_proj.input_scale": torch.ones(1) for n in range(4)}
+    llm = LLM(_with(path, lambda tensors: tensors.update(more)), device="cpu")
+    (note,) = (note for note in llm.notes if "input_scale" in note)
+    assert note == (
+        "model.layers.0.mlp.up_proj.input_scale and 3 more (scales of activations) are unused: "
+        "products take 16-bit activations"
+    )

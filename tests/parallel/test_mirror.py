@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from kvant.execution.batch import Batch, Drafts, Launched, build_batch
+from kvant.execution.batch import Batch, Drafts, Launched, Outcome, build_batch
 from kvant.parallel.messages import encode_to_rank, read_to_rank
-from kvant.parallel.mirror import Receiver, Sender, Table, read_zero, sent_zero
+from kvant.parallel.mirror import NEXT, STEP, Receiver, Sender, Table, read_zero, sent_zero
+from kvant.parallel.ring import Payload
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.row_table import RowTable
 from kvant.scheduling.scheduler import Schedule
 from tests.engine.fakes import VOCAB, RememberingRunner, make_engine
+from tests.engine.in_flight import RecordedRunner, make, some_params
 
 
 class Mirror:
@@ -32,7 +37,7 @@ class Mirror:
             assert isinstance(there, Table)
             self.receiver.take(there)
         sent = self.sender.step(schedule, table, drafts, log_has_reader=False)
-        arrived = read_to_rank(sent.tobytes())
+        arrived = read_to_rank(_bytes(sent))
         assert isinstance(arrived, np.ndarray)
         found, drafts_there = self.receiver.step(arrived)
         assert drafts_there == (None if drafts is None else list(drafts))
@@ -56,6 +61,10 @@ class Mirror:
 
 
 _STATES = "states_to_place", "states_to_load", "states_to_keep", "needs_host", "num_drafts"
+
+
+def _bytes(sent: Payload) -> bytes:
+    return sent if isinstance(sent, bytes) else sent.tobytes()
 
 
 def _same(here: Batch, there: Batch) -> None:
@@ -98,6 +107,77 @@ def test_every_step_arrives_whole_under_pressure_and_cancels(
         engine.step()
     assert mirror.num_checked > 60
     assert engine.stats.num_preemptions > 0
+
+
+class Follower:
+    """Runs each recorded step of a runner a second time, from what is sent of it, on pages of its own.
+
+    kinds: how many steps were sent with each first word. most: the longest step that follows, in bytes.
+    """
+
+    def __init__(self, runner: RecordedRunner, there: RecordedRunner) -> None:
+        self.launch_here, self.zero_here, self.there = runner.launch, runner.zero, there
+        self.sender, self.receiver = Sender(), Receiver()
+        self.cleared: Sequence[Sequence[int]] = ()
+        self.kinds = Counter[int]()
+        self.most = 0
+
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        self.cleared = pages
+        self.zero_here(pages)
+
+    def launch(self, schedule: Schedule, table: RowTable, drafts: Drafts | None = None) -> Launched:
+        if (whole := self.sender.table(table, log_has_reader=True)) is not None:
+            told = read_to_rank(encode_to_rank(whole))
+            assert isinstance(told, Table)
+            self.receiver.take(told)
+        cleared, self.cleared = self.cleared, ()
+        sent = self.sender.step(schedule, table, drafts, log_has_reader=True, cleared=cleared)
+        data = _bytes(sent)
+        arrived = read_to_rank(data)
+        assert isinstance(arrived, np.ndarray)
+        self.kinds[int(arrived[0])] += 1
+        if arrived[0] == NEXT:
+            self.most = max(self.most, len(data))
+        found, drafts_there = self.receiver.step(arrived)
+        if found.pages_to_zero:
+            self.there.zero(found.pages_to_zero)
+        here = self.launch_here(schedule, table, drafts)
+        there = self.there.launch(found, self.receiver.table, drafts_there)
+
+        def read() -> Outcome:
+            outcome, other = here.read(), there.read()
+            assert other == outcome
+            return outcome
+
+        return replace(here, read=read)
+
+
+@pytest.mark.parametrize("num_drafts", [(), (2, 0)])
+@pytest.mark.parametrize("mixed", [0, 16])
+def test_ranks_that_get_changes_alone_find_the_same_tokens(
+    mixed: int, num_drafts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = random.Random(mixed + len(num_drafts))
+    engine, runner = make(22, mixed=mixed, num_drafts=num_drafts)
+    there = RecordedRunner(22, 6, 60, mixed=mixed, num_drafts=num_drafts)
+    follower = Follower(runner, there)
+    monkeypatch.setattr(runner, "launch", follower.launch)
+    monkeypatch.setattr(runner, "zero", follower.zero)
+    numbers: list[int] = []
+    for turn in range(400):
+        if turn < 300 and drawn.random() < 0.2:
+            prompt = [drawn.randrange(4, VOCAB) for _ in range(drawn.randrange(1, 22))]
+            numbers.append(engine.submit(prompt, some_params(drawn)))
+        if numbers and drawn.random() < 0.02:
+            engine.cancel(drawn.choice(numbers))
+        engine.step()
+    engine.audit()
+    assert engine.stats.num_preemptions > 0
+    assert follower.kinds[STEP] > 40
+    if not num_drafts:
+        assert follower.kinds[NEXT] > 80
+        assert follower.most < 8 * (4 + 6 * (3 + 2) + 2)  # at most a page and its change a sequence
 
 
 def test_pages_to_zero_arrive_by_group() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvant.kv.transfer.messages import Part
 from kvant.models.sharding.shard import Shard
-from kvant.parallel.mirror import STEP, ZERO, SentAsk, Table
+from kvant.parallel.mirror import NEXT, STEP, ZERO, SentAsk, Table
 from kvant.plan.settings import Settings
 
 
@@ -207,7 +207,7 @@ def encode_to_rank(message: ToRank) -> bytes:
 
 def read_to_rank(data: bytes) -> ToRank | NDArray[np.int64]:
     """Decodes a message, or an array of a step or of pages to zero. Raises msgspec.ValidationError."""
-    if int.from_bytes(data[:8], sys.byteorder) in (STEP, ZERO):
+    if int.from_bytes(data[:8], sys.byteorder) in (STEP, ZERO, NEXT):
         return np.frombuffer(bytearray(data), np.int64)
     return _TO_RANK.decode(memoryview(data)[8:])
 

@@ -24,8 +24,6 @@ from queue import SimpleQueue
 from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from kvant.errors import RankLost
 from kvant.parallel.messages import (
@@ -127,6 +125,7 @@ class Ranks:
     ) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="kvant-ranks-"))
         self._ranks: list[_Rank] = []
+        self._links: list[Connection[bytes, bytes]] = []
         self._ring: Ring | LinkSender
         self.told = Told()
         self._life = _Life(on_loss)
@@ -157,6 +156,7 @@ class Ranks:
                 reduction.send_handle(rank.link, ring.fd, rank.process.pid)
                 rank.link.send_bytes(encode(start))
             ring.close_file()
+        self._links = [rank.link for rank in self._ranks]
         for name, work in (
             ("kvant-ranks", partial(_watch, self._ranks, self._life)),
             ("kvant-ranks-told", partial(_listen, self._ranks, self._life, self.told)),
@@ -172,14 +172,14 @@ class Ranks:
         """Sends a message to every rank. Raises RankLost."""
         self._send(encode_to_rank(message))
 
-    def send_array(self, numbers: NDArray[np.int64]) -> None:
-        """Sends numbers [n] int64, made by `kvant.parallel.mirror`, to every rank. Raises RankLost."""
+    def send_array(self, numbers: Payload) -> None:
+        """Sends numbers made by `kvant.parallel.mirror` to every rank. Raises RankLost."""
         self._life.has_steps = True
         self._send(numbers)
 
     def _send(self, payload: Payload) -> None:
         self.check()
-        broken = self._ring.send(payload, [rank.link for rank in self._ranks])
+        broken = self._ring.send(payload, self._links)
         if broken is not None:
             raise self._lost(self._ranks[broken])
 

@@ -82,6 +82,7 @@ class Ring:
         self._memory = _Memory(self.fd)
         self._check = check
         self._written = 0
+        self._least = 0  # messages that every reader had taken when this was last looked up
         self._reads = [_Memory.read(reader) for reader in range(num_readers)]
         self._asleep = [_Memory.asleep(reader) for reader in range(num_readers)]
 
@@ -92,9 +93,11 @@ class Ring:
         """
         memory, written = self._memory, self._written
         counters, slot = memory.counters, written % NUM_SLOTS
-        while written - min(counters[read] for read in self._reads) >= NUM_SLOTS:
-            self._check()
-            time.sleep(_NAP_SECONDS)
+        while written - self._least >= NUM_SLOTS:
+            self._least = min(counters[read] for read in self._reads)
+            if written - self._least >= NUM_SLOTS:
+                self._check()
+                time.sleep(_NAP_SECONDS)
         data = memoryview(cast("bytes", payload)).cast("B")
         size = len(data)
         is_long = size > SLOT_BYTES - 8

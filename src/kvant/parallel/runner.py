@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from kvant.errors import NotServable, RankLost, WayOut
 from kvant.execution.batch import Drafts, Launched, Outcome
@@ -77,14 +78,15 @@ class RankedRunner(ModelRunner):
         except Exception as fault:
             self.ranks.explain(fault)
             raise
-        read = launched.read
+        return Launched(
+            schedule, launched.logits, partial(self._read, launched.read), launched.is_final,
+            launched.batch,
+        )  # fmt: skip
 
-        def read_if_well() -> Outcome:
-            outcome = read()
-            self.ranks.check()  # an aborted collective leaves wrong values
-            return outcome
-
-        return replace(launched, read=read_if_well)
+    def _read(self, read: Callable[[], Outcome]) -> Outcome:
+        outcome = read()
+        self.ranks.check()  # an aborted collective leaves wrong values
+        return outcome
 
     def capture(
         self,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _BUS_BYTES = 1 << 30
 _NUM_SLOWEST = 12
+_PLAIN_STEPS = 30
+"""Steps of running answers alone before each restore, about as many as a restore takes."""
 
 
 @configured(EngineOptions, model="--model -m", without=("seed",))
@@ -110,9 +112,11 @@ def _settle(engine: Engine) -> float:
 def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str, object]:
     """Returns seconds between the tokens of running answers, with and without restores at the same time.
 
+    Steps without restores run before each restore, since steps take longer as answers grow.
     slowest: the longest ones during restores, each with its step since the request's arrival.
     slowest_of_each: of each restore, and of each request whose pages the device still had.
     """
+    from kvant.engine.process import search_rarely
     from kvant.sampling.sampling_params import SamplingParams
 
     longest = min(4096, engine.limits.max_model_len - 64)
@@ -122,11 +126,15 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
     for _ in range(50):
         engine.step()
     _settle(engine)
-    plain = []
-    for _ in range(200):
-        started = time.perf_counter()
-        engine.step()
-        plain.append(time.perf_counter() - started)
+    search_rarely()  # as in a server's engine process
+
+    def plainly() -> list[float]:
+        found = []
+        for _ in range(_PLAIN_STEPS):
+            started = time.perf_counter()
+            engine.step()
+            found.append(time.perf_counter() - started)
+        return found
 
     def steps() -> list[float]:
         found = []
@@ -137,11 +145,13 @@ def _gaps(engine: Engine, streams: int, restores: int, context: int) -> dict[str
             found.append(time.perf_counter() - started)
         return found
 
+    plain: list[float] = []
     beside: list[float] = []
     slowest: list[tuple[float, int]] = []
     most: dict[str, list[float]] = {"restored": [], "on_device": []}
     for _ in range(restores):
         engine.scheduler.allocator.forget_all()
+        plain += plainly()
         found = steps()
         beside += found
         most["restored"].append(max(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.tables import Cells, percent, table
+from benchmarks.tables import Cells, held, percent, table
 from benchmarks.tables.throughput import backend, loads_file, measured, rounds
 
 SERVERS = "h200-servers.json"
@@ -17,6 +17,15 @@ CALLS = (
     ),
 )
 """Files of calls in which vLLM and Kvant ran on one GPU, one call per KV format."""
+SHAPES = {
+    "qwen3-30b-a3b": 1.1,
+}
+"""Shapes that both ran on one GPU, and the least ratio of output tokens per second that is wanted."""
+
+
+def shape_files(shape: str) -> tuple[str, str]:
+    """Returns the JSON files of vLLM's and of Kvant's loads of a shape."""
+    return f"h200-vllm-{shape}.json", f"h200-loads-{shape}.json"
 
 
 @table("beside-vllm", *(file for call in CALLS for file in call))
@@ -42,6 +51,25 @@ def throughput(*files: Any) -> Cells:
             cells += [shown[0], *(cell for one in shown[1:] for cell in (one, ""))]
         lines.append(cells)
     return lines
+
+
+@table("beside-vllm-shapes", *(file for shape in SHAPES for file in shape_files(shape)))
+def shapes(*files: Any) -> Cells:
+    lines = [["shape", "requests x input/output", "vLLM", "Kvant", "over vLLM", "goal"]]
+    for (shape, least), theirs, ours in zip(SHAPES.items(), files[::2], files[1::2], strict=True):
+        for load, (vllm, kvant) in both(theirs, ours).items():
+            ratio = min(vllm) / min(kvant)
+            lines.append(
+                [shape, load.replace("x", " x "), measured(load, vllm)[1], measured(load, kvant)[1],
+                 f"{ratio:.2f}", held(ratio, least, least=True)]
+            )  # fmt: skip
+    return lines
+
+
+def both(theirs: Any, ours: Any) -> dict[str, tuple[list[float], list[float]]]:
+    """Returns vLLM's and Kvant's seconds of every load."""
+    kvant = {load: r["seconds"] for (load, _), r in rounds(ours).items()}
+    return {load: (r["seconds"], kvant[load]) for (load, _), r in rounds(theirs).items()}
 
 
 def _call_rounds(found: dict[str, Any], load: str) -> list[list[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.tables import Cells, held, percent, table
+from benchmarks.tables.throughput import output_tokens_per_second
 
 
 @table("decoder-loads", "h200-decoder.json")
@@ -25,15 +26,31 @@ GOALS = {
 }
 
 
-@table("decoder-rows", "h200-rows-gemma-3-12b.json", "h200-rows-qwen3-30b-a3b.json")
+FILES = {
+    "gemma-3-12b": "h200-rows-gemma-3-12b.json",
+    "qwen3-30b-a3b": "h200-loads-qwen3-30b-a3b.json",
+}
+
+
+def speeds(data: Any) -> dict[str, tuple[float, float]]:
+    """Returns tok/s of a shape's loads and the share of the limit that is."""
+    if "loads" in data:  # of a script over the loop of `kvant bench throughput`
+        return {load: (r["tok_s"], r["share"]) for load, r in data["loads"].items()}
+    found = {
+        r["load"]: (output_tokens_per_second(r["load"], r["seconds"]), r) for r in data["rounds"]
+    }
+    return {load: (speed, speed / r["limit"]) for load, (speed, r) in found.items()}
+
+
+@table("decoder-rows", *FILES.values())
 def rows(*data: Any) -> Cells:
     lines = [["shape", "requests x input/output", "tok/s", "of the limit", "goal"]]
-    for one in data:
-        for load, found in one["loads"].items():
+    for shape, one in zip(FILES, data, strict=True):
+        for load, (speed, share) in speeds(one).items():
             # The limit counts output tokens alone, so it says little of long prompts.
-            share = percent(found["share"]) if "x128/" in load else "-"
-            goal = held(found["tok_s"], GOALS[one["shape"]][load], least=True)
-            lines.append([one["shape"], load, f"{found['tok_s']:.0f}", share, goal])
+            shown = percent(share) if "x128/" in load else "-"
+            goal = held(speed, GOALS[shape][load], least=True)
+            lines.append([shape, load, f"{speed:.0f}", shown, goal])
     return lines
 
 

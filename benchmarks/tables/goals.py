@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.tables import (
     Cells,
     attention,
+    beside_vllm,
     decoder,
     held,
     narrow,
@@ -39,8 +40,9 @@ FILES = {
     "host": scheduler.FILE,
     "idle256": scheduler.IDLE_FILES[0],
     "idle1024": scheduler.IDLE_FILES[1],
-    "gemma": "h200-rows-gemma-3-12b.json",
-    "experts": "h200-rows-qwen3-30b-a3b.json",
+    **decoder.FILES,
+    **{f"vLLM's {shape}": beside_vllm.shape_files(shape)[0] for shape in beside_vllm.SHAPES},
+    **{f"Kvant's {shape}": beside_vllm.shape_files(shape)[1] for shape in beside_vllm.SHAPES},
     "families": "h200-decoder.json",
     "windows": "h200-windows.json",
     "hybrid": "h200-rows-qwen3.5-9b.json",
@@ -134,6 +136,7 @@ def _all(*files: Any) -> Iterator[Goal]:
     yield from _served(data)
     yield from _families(data)
     yield from _narrow(data["narrow"], data["activations"])
+    yield from _beside_vllm(data)
 
 
 def _one_query(kernels: Any, grid: Any) -> Iterator[Goal]:
@@ -305,10 +308,11 @@ def _served(data: dict[str, Any]) -> Iterator[Goal]:
 
 def _families(data: dict[str, Any]) -> Iterator[Goal]:
     speed: dict[str, Any] = {"unit": " tok/s", "page": "decoder", "least": True, "digits": 0}
-    for found in (data["gemma"], data["experts"]):
-        for load, bound in decoder.GOALS[found["shape"]].items():
-            what = f"{found['shape']}, {load.replace('x', ' x ')}, bfloat16"
-            yield Goal(what, found["loads"][load]["tok_s"], bound, data=found, **speed)
+    for shape, bounds in decoder.GOALS.items():
+        found = decoder.speeds(data[shape])
+        for load, bound in bounds.items():
+            what = f"{shape}, {load.replace('x', ' x ')}, bfloat16"
+            yield Goal(what, found[load][0], bound, data=data[shape], **speed)
     for row in data["families"]["rows"]:
         if row["shape"] not in decoder.GOALS:
             what = f"{row['shape']}, {row['load'].replace('x', ' x ')}, bfloat16"
@@ -335,3 +339,12 @@ def _narrow(found: Any, activations: Any) -> Iterator[Goal]:
     what = "Qwen3-8B, fp8 weights, activations and KV, 512 x 1024/256"
     at = {"commit": "7db0663"}
     yield Goal(what, newest, ACTIVATIONS, " tok/s", page, at, least=True, digits=0)
+
+
+def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:
+    for shape, least in beside_vllm.SHAPES.items():
+        ours = data[f"Kvant's {shape}"]
+        for load, seconds in beside_vllm.both(data[f"vLLM's {shape}"], ours).items():
+            ratio = min(seconds[0]) / min(seconds[1])
+            what = f"{shape}, {load.replace('x', ' x ')}, over vLLM"
+            yield Goal(what, ratio, least, "x", "throughput", ours, least=True)

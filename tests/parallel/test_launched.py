@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,23 +128,80 @@ def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert module.join(Launch(1, 3, 0, "127.0.0.1", _free_port(), False)) == 1
 
 
+@dataclass(frozen=True)
+class Network:
+    """A namespace of the kernel that is connected to this one's network by two addresses."""
+
+    name: str
+    here: str
+    there: str
+
+    def set(self, state: str) -> None:
+        """Connects both with "up", and loses what is sent between them with "down"."""
+        _run("ip", "link", "set", f"{self.name}a", state)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A network of its own for a second host; only root may make one."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("only root makes networks, with ip")
+    name, third = f"kvant{os.getpid() % 100_000}", os.getpid() % 250
+    made = Network(name, f"10.213.{third}.1", f"10.213.{third}.2")
+    within = ("ip", "netns", "exec", name)
+    try:
+        try:
+            _run("ip", "netns", "add", name)
+            _run("ip", "link", "add", f"{name}a", "type", "veth", "peer", f"{name}b", "netns", name)
+        except subprocess.CalledProcessError as fault:
+            pytest.skip(f"this machine allows no networks: {fault}")
+        _run("ip", "addr", "add", f"{made.here}/30", "dev", f"{name}a")
+        _run(*within, "ip", "addr", "add", f"{made.there}/30", "dev", f"{name}b")
+        made.set("up")
+        _run(*within, "ip", "link", "set", f"{name}b", "up")
+        _run(*within, "ip", "link", "set", "lo", "up")
+        yield made
+    finally:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
 class Agents(Server):
-    """`kvant serve` by two agents of torchrun, each of which stands for a host of one rank."""
+    """`kvant serve` by two agents of torchrun, each of which stands for a host of one rank.
+
+    network: of the second host; None if both share one. Then it also has a directory, an environment and
+    files of the model of its own.
+    """
+
+    network: Network | None = None
 
     def start(self) -> None:
         port = _free_port()
         self.agents = []
         for node in (0, 1):
+            before: tuple[str, ...] = ()
+            model, cwd, master, more = self.model, None, "127.0.0.1", {}
+            if self.network is not None:
+                master = self.network.here
+                cwd = self.model.parent / f"host{node}"
+                cwd.mkdir()
+                more = {"HOME": str(cwd), "XDG_CACHE_HOME": str(cwd / "cache")}
+                if node:
+                    before = ("ip", "netns", "exec", self.network.name)
+                    model = Path(shutil.copytree(self.model, cwd / "copied"))
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+                *before, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
                 "--node-rank", str(node), "--nproc-per-node", "1",
-                "--master-addr", "127.0.0.1", "--master-port", str(port),
-                "-m", "kvant", "serve", str(self.model), "--port", "0", *self.flags,
+                "--master-addr", master, "--master-port", str(port),
+                "-m", "kvant", "serve", str(model), "--port", "0", *self.flags,
             ]  # fmt: skip
             self.agents.append(
                 subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **more},
                 )
             )  # fmt: skip
         self.process = self.agents[0]
@@ -199,3 +259,32 @@ def test_two_hosts_answer_as_one_device_and_a_lost_rank_comes_back(tmp_path: Pat
                 assert time.monotonic() - killed < 300
                 time.sleep(0.5)
             assert two.complete("xyz", max_tokens=8).json["choices"] == golden
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("real_processes")
+def test_hosts_of_two_networks_answer_as_one_device_and_survive_a_cut(
+    tmp_path: Path, network: Network
+) -> None:
+    model = build_model(tmp_path)
+    flags = ("--device", "cpu", "--max-num-seqs", "4", "--kv-cache-memory", "4MiB")
+    with Server(model, flags, start_seconds=300) as one:
+        golden = one.complete("xyz", max_tokens=8).json["choices"]
+    hosts = Agents(model, (*flags, "-tp", "2", "--rank-launcher", "torchrun"), start_seconds=300)
+    hosts.network = network
+    with hosts as two:
+        assert two.complete("xyz", max_tokens=8).json["choices"] == golden
+        with two.open_stream(max_tokens=4000) as response:
+            begun = response.readline()
+            network.set("down")
+            cut = time.monotonic()
+            assert "error" in events(begun + response.read())[-1]
+            told = time.monotonic() - cut
+        assert told < 12  # 10 on a machine that is not busy
+        network.set("up")
+        while two.get("/health").status != 200:
+            assert time.monotonic() - cut < 300
+            time.sleep(0.5)
+        sys.stderr.write(f"told after {told:.1f} s, back after {time.monotonic() - cut:.1f} s\n")
+        assert two.complete("xyz", max_tokens=8).json["choices"] == golden

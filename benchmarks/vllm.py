@@ -60,6 +60,8 @@ def main() -> None:
     ready = time.perf_counter() - start
     config = llm.llm_engine.vllm_config
     vocabulary = config.model_config.get_vocab_size()
+    # A hybrid's blocks hold tokens or states, so their number does not tell how many tokens fit.
+    rows = config.cache_config.num_gpu_blocks * config.cache_config.block_size
     stored = NAMES.get(asked.kv_cache_dtype, asked.kv_cache_dtype)
     rounds: list[dict[str, object]] = []
     found = {
@@ -80,8 +82,7 @@ def main() -> None:
                 "stored": stored,
                 "load": load,
                 "seconds": seconds,
-                "capacity_tokens": config.cache_config.num_gpu_blocks
-                * config.cache_config.block_size,
+                "capacity_tokens": None if config.model_config.is_hybrid else rows,
                 "start_seconds": ready,
             }
         )

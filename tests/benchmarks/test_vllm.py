@@ -21,7 +21,7 @@ class _Engine:
         self.generated: list[int] = []
         self.llm_engine = SimpleNamespace(
             vllm_config=SimpleNamespace(
-                model_config=SimpleNamespace(get_vocab_size=lambda: 100),
+                model_config=SimpleNamespace(get_vocab_size=lambda: 100, is_hybrid=False),
                 scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=8),
                 cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16),
             )

@@ -16,13 +16,14 @@ from kvant.measure.throughput import (
     decode_limit,
     parse_load,
     parse_sampling,
+    pool_tokens,
     run_load,
     step_bytes,
 )
 from kvant.sampling.sampling_params import SamplingParams
 from tests.cli.command import kvant
 from tests.engine import tiny_chat
-from tests.models import tiny
+from tests.models import families, tiny
 
 
 def test_each_load_is_measured_with_each_sampling(tmp_path: Path) -> None:
@@ -114,3 +115,23 @@ def test_a_step_of_few_tokens_reads_a_part_of_the_experts(tmp_path: Path) -> Non
     apart = step_bytes(llm, 64, 0) - step_bytes(llm, 1, 0)
     rare = (1 - chosen / experts) ** 64
     assert apart == pytest.approx(held * (1 - rare - chosen / experts), rel=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_a_pool_of_groups_holds_the_sequences_that_the_plan_counts(
+    family: str, tmp_path: Path
+) -> None:
+    families.build(family, tmp_path)
+    llm = LLM(tmp_path, max_model_len=96, kv_cache_memory="2MB", device="cpu")
+    assert llm.planned.layout is not None
+    counted = llm.planned.num_sequences
+    assert counted is not None
+    assert pool_tokens(llm, 96) == 96 * counted
+    pages = llm.engine.stats.num_usable_pages
+    assert pool_tokens(llm, 96) != pages * llm.plan.page_size
+
+
+def test_a_pool_without_groups_holds_a_token_in_every_row(tmp_path: Path) -> None:
+    llm = LLM(tiny.build("qwen3", tmp_path), max_model_len=48, kv_cache_memory="1MB", device="cpu")
+    rows = llm.engine.stats.num_usable_pages * llm.plan.page_size
+    assert pool_tokens(llm, 7) == pool_tokens(llm, 48) == rows

@@ -21,6 +21,8 @@ from kvant.attention.need import DeviceKind
 from kvant.engine.llm import LLM
 from kvant.engine.result import Result
 from kvant.errors import BadValue, WayOut
+from kvant.kv.groups import sequences_that_fit
+from kvant.kv.memory import SCRATCH_PAGES
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
 from kvant.plan.config import EngineConfig
@@ -47,8 +49,8 @@ class Load:
 class Round:
     """Results of one format under one load. seconds: per repeat. steps: of the last repeat.
 
-    capacity_tokens: tokens that the pool holds. start_seconds: until the engine was ready. sampling: as
-    asked, else "greedy". limit: output tokens per second if steps only decoded and each took as long as
+    capacity_tokens: see `pool_tokens`. start_seconds: until the engine was ready. sampling: as asked, else
+    "greedy". limit: output tokens per second if steps only decoded and each took as long as
     reading its bytes (`step_bytes`) at the GPU's read bandwidth; None on a CPU.
     """
 
@@ -124,7 +126,6 @@ def measure(
         start = time.perf_counter()
         llm = LLM.from_config(replace(config, plan=replace(config.plan, requests=wanted)))
         ready = time.perf_counter() - start
-        capacity = llm.engine.stats.num_usable_pages * llm.plan.page_size
         for load, (sampling, params) in product(loads, samplings.items()):
             warm_up = replace(load, requests=min(load.requests, 8), output=4)
             run_load(llm, warm_up, params, seed=0)
@@ -136,12 +137,25 @@ def measure(
                 tuple(run[0] for run in runs),
                 runs[-1][1],
                 runs[-1][2],
-                capacity,
+                pool_tokens(llm, load.input + load.output),
                 ready,
                 None if bandwidth is None else decode_limit(llm, load, bandwidth),
             )
         del llm
         free_memory()
+
+
+def pool_tokens(llm: LLM, length: int) -> int:
+    """Returns the tokens that the pool holds in sequences of `length` tokens each.
+
+    If every layer keeps every token, the length does not matter, and tokens fill all pages. Else only whole
+    sequences count, because a window's pages or a state are the same for a short or a long one.
+    """
+    pages, layout = llm.engine.stats.num_usable_pages, llm.planned.layout
+    if layout is None:
+        return pages * llm.plan.page_size
+    piece = llm.engine.limits.max_num_batched_tokens
+    return sequences_that_fit(layout, pages + SCRATCH_PAGES, length, piece) * length
 
 
 def _read_bandwidth(config: EngineConfig) -> float | None:

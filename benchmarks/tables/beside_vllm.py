@@ -19,6 +19,7 @@ CALLS = (
 """Files of calls in which vLLM and Kvant ran on one GPU, one call per KV format."""
 SHAPES = {
     "qwen3-30b-a3b": 1.1,
+    "qwen3.5-9b": 1.2,
 }
 """Shapes that both ran on one GPU, and the least ratio of output tokens per second that is wanted."""
 
@@ -67,7 +68,7 @@ def shapes(*files: Any) -> Cells:
 
 
 def both(theirs: Any, ours: Any) -> dict[str, tuple[list[float], list[float]]]:
-    """Returns vLLM's and Kvant's seconds of every load."""
+    """Returns vLLM's and Kvant's seconds of every load that vLLM ran."""
     kvant = {load: r["seconds"] for (load, _), r in rounds(ours).items()}
     return {load: (r["seconds"], kvant[load]) for (load, _), r in rounds(theirs).items()}
 

@@ -96,3 +96,20 @@ def weight_quality(data: Any) -> Cells:
         ]
         lines.append([weights, *cells])
     return lines
+
+
+@table("head-quality", "cpu-head-quality.json")
+def head_quality(data: Any) -> Cells:
+    heads = list(dict.fromkeys(row["head"] for row in data["rows"]))
+    heads.sort(key=lambda head: head or "")
+    lines = [["layers", *(f"head {'float32' if head is None else head}" for head in heads)]]
+    for asked in dict.fromkeys(row["quantization"] for row in data["rows"]):
+        found = {row["head"]: row for row in data["rows"] if row["quantization"] == asked}
+        cells = [
+            f"{found[head]['mean_kl']:.4f}, {percent(found[head]['same_top'], digits=1)}"
+            if head in found
+            else "-"
+            for head in heads
+        ]
+        lines.append(["float32" if asked is None else f"`{asked}`", *cells])
+    return lines

@@ -95,9 +95,10 @@ def test_rounded_experts_are_those_of_the_decoded_weights(family: str, tmp_path:
     found = logits(loading.load(path, plan, geometry, quantization=asked, only=FUSED))
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        for name in chosen_layers(model, asked):
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        for name, fmt in chosen_layers(model, asked).items():
             weight = model.get_submodule(name).weight
-            weight.copy_(decode(encode(weight, FP8_CHANNEL)))
+            weight.copy_(decode(encode(weight, fmt)))
         for part in model.modules():
             for name in ("gate_up_proj", "down_proj") if is_experts(part) else ():
                 for weight in getattr(part, name):

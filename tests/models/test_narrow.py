@@ -23,10 +23,11 @@ from kvant.models.fused.info import INFO as FUSED
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.narrow import NarrowConfig, chosen_layers
-from kvant.models.quantization import Quantization, check_quantization, format_of
+from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
 from kvant.weights.codecs import decode, encode
+from kvant.weights.format import INT8_CHANNEL
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
 from tests.models import loading, tiny
@@ -59,9 +60,10 @@ def rounded(path: Path, quantization: Quantization) -> Tensor:
     """Logits of transformers' model with weights that were rounded and decoded."""
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        for name in chosen_layers(model, quantization):
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        for name, fmt in chosen_layers(model, quantization).items():
             weight = model.get_submodule(name).weight
-            weight.copy_(decode(encode(weight, format_of(quantization, weight.shape[1]))))
+            weight.copy_(decode(encode(weight, fmt)))
         found: Tensor = model(torch.tensor([TEXT])).logits[0]
     return found
 
@@ -84,13 +86,37 @@ def test_a_rounded_model_is_the_model_of_the_decoded_weights_in_the_planned_byte
     assert planned.bytes == model.num_weight_bytes - buffers
 
 
+@pytest.mark.parametrize("quantization", [Quantization.FP8, Quantization.INT4])
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+def test_a_tied_head_is_a_rounded_copy_of_the_embedding(
+    only: ForwardInfo, quantization: Quantization, tmp_path: Path
+) -> None:
+    path = tiny.build("llama", tmp_path, tie_word_embeddings=True)
+    model = load(path, "llama", quantization, only=only)
+    module = model._module
+    table = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(module.model.embed_tokens.weight, table)
+    assert torch.equal(decode(module.lm_head.narrow), decode(encode(table, INT8_CHANNEL)))
+    expected, found = rounded(path, quantization), logits(model)
+    assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    planned = quantized_weight_bytes(
+        json.loads((path / "config.json").read_text()), tiny.geometry("llama"), quantization,
+        compute=ComputeDtype.FLOAT32,
+    )  # fmt: skip
+    buffers = sum(b.numel() * b.element_size() for b in module.buffers())
+    assert planned.bytes == model.num_weight_bytes - buffers
+    made_up = load(path, "llama", quantization, only=only, dummy_weights=True)
+    assert made_up.num_weight_bytes == model.num_weight_bytes
+
+
 def test_layers_are_narrow_and_the_rest_is_wide(tmp_path: Path) -> None:
     model = load(tiny.build("llama", tmp_path), "llama", Quantization.FP8)._module
     layers = [part for part in model.model.layers.modules() if isinstance(part, nn.Linear)]
     assert not layers
-    assert type(model.lm_head) is nn.Linear
+    assert type(model.model.embed_tokens) is nn.Embedding
     narrow = [part for part in model.modules() if isinstance(part, NarrowLinear)]
-    assert len(narrow) == 7 * model.config.num_hidden_layers
+    assert len(narrow) == 7 * model.config.num_hidden_layers + 1
+    assert model.lm_head in narrow
     assert not hasattr(model, "hf_quantizer")
     assert getattr(model.config, "quantization_config", None) is None
 

@@ -51,9 +51,10 @@ def rounded(path: Path, quantization: Quantization) -> Tensor:
     """Logits of transformers' model with weights that were rounded and decoded."""
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        for name in chosen_layers(model, quantization):
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+        for name, fmt in chosen_layers(model, quantization).items():
             weight = model.get_submodule(name).weight
-            weight.copy_(decode(encode(weight, format_of(quantization, weight.shape[1]))))
+            weight.copy_(decode(encode(weight, fmt)))
         for part in model.modules():
             for name in ("gate_up_proj", "down_proj") if is_experts(part) else ():
                 weights = getattr(part, name)

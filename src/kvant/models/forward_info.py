@@ -12,6 +12,7 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import Stored, read_blocks, read_stored, refuse_rounding_experts
+from kvant.weights.format import MOST_DECODED
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class ForwardFacts:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the largest narrow weight after decoding, for products of many rows on a GPU."""
+        """Bytes of the largest narrow weight after decoding, for products of many rows on a GPU.
+
+        A rounded head is decoded in parts.
+        """
         if not self.has_narrow:
             return 0
         text = self.config.get("text_config")
@@ -47,7 +51,9 @@ class ForwardFacts:
         heads = max(
             (g.num_q_heads + 2 * g.num_kv_heads) * max(g.head_dim_k, g.head_dim_v) for g in layers
         )
-        return 2 * hidden * max(heads, 2 * int(inner or 4 * hidden))
+        of_layers = hidden * max(heads, 2 * int(inner or 4 * hidden))
+        head = 0 if self.quantization is None else hidden * self.geometry.vocab_size
+        return 2 * max(of_layers, min(head, MOST_DECODED))
 
     @property
     def stored(self) -> Stored | None:

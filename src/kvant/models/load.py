@@ -294,7 +294,7 @@ def _make_weights(
             wide = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             return wide.normal_(0.0, 0.02, generator=generator)
 
-        make_narrow(module, asked, stored, numbers)
+        make_narrow(module, asked, stored, numbers, head=divided is None)
         _give_memory(module, device)
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() or name.endswith(("_scale", "_factor")):

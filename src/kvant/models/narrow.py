@@ -25,6 +25,7 @@ from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.sharding.cuts import Cut
+from kvant.models.sharding.divide import is_tied
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
@@ -49,13 +50,28 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of modules that choose or weigh experts. Their weights are not rounded."""
 
 
-def chosen_layers(model: PreTrainedModel, asked: Quantization) -> dict[str, WeightFormat]:
-    """Returns the formats of linear layers to round, by name: those in decoder layers, except routers."""
-    return {
-        name: format_of(asked, part.in_features)
-        for name, part in _inside(model)
-        if type(part) is nn.Linear and not _ROUTERS.intersection(name.split("."))
-    }
+def chosen_layers(
+    model: PreTrainedModel, asked: Quantization, *, head: bool = True
+) -> dict[str, WeightFormat]:
+    """Returns the formats of linear layers to round, by name: in decoder layers, except routers.
+
+    head: the head too.
+    """
+    found = {}
+    own = _head_of(model)
+    if head and own is not None:
+        found[own] = format_of(asked, _linear(model, own).in_features, is_head=True)
+    for name, part in _inside(model):
+        if type(part) is nn.Linear and not _ROUTERS.intersection(name.split(".")):
+            found[name] = format_of(asked, part.in_features)
+    return found
+
+
+def _head_of(model: PreTrainedModel) -> str | None:
+    """Returns the name of the model's head, if it is a linear layer."""
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    names = (name for name, part in model.named_modules() if part is head)
+    return next(names) if type(head) is nn.Linear else None
 
 
 def chosen_experts(
@@ -84,15 +100,17 @@ def make_narrow(
     asked: Quantization | None,
     stored: Stored | None,
     numbers: Callable[[Tensor], Tensor],
+    *,
+    head: bool,
 ) -> None:
     """Replaces layers by narrow ones with made-up weights, one matrix after another.
 
-    numbers: makes wide values [..] for a parameter, which may be on the meta device.
+    numbers: makes wide values [..] for a parameter, which may be on the meta device. head: with the head.
     """
     linear: dict[str, WeightFormat] = {}
     experts: dict[str, tuple[WeightFormat, WeightFormat]] = {}
     if asked is not None:
-        linear, experts = chosen_layers(model, asked), chosen_experts(model, asked)
+        linear, experts = chosen_layers(model, asked, head=head), chosen_experts(model, asked)
     if stored is not None:
         linear, experts = _stored_formats(model, stored)
     for name, fmt in linear.items():
@@ -218,7 +236,8 @@ class NarrowConfig(QuantizationConfigMixin):
         """Replaces layers of a model before its weights are loaded. Stores an error in `fault` too."""
         try:
             if self._asked is not None:
-                for name, fmt in chosen_layers(model, self._asked).items():
+                head = not self._cut and not is_tied(model)
+                for name, fmt in chosen_layers(model, self._asked, head=head).items():
                     model.set_submodule(name, _awaiting(_linear(model, name), fmt))
                 for name, formats in chosen_experts(model, self._asked).items():
                     model.set_submodule(name, NarrowExperts(model.get_submodule(name), formats))
@@ -261,6 +280,8 @@ class NarrowConfig(QuantizationConfigMixin):
             if part is table:
                 new = self._as_embedding(model, new, head if tied else None)
             model.set_submodule(name, new)
+        if self._asked is not None and not self._cut and is_tied(model):
+            _round_tied_head(model, self._asked)
         for name, files in self._experts.items():
             made = model.get_submodule(name)
             assert isinstance(made, NarrowExperts)
@@ -458,6 +479,18 @@ def round_activations(model: PreTrainedModel) -> None:
     for part in model.modules():
         if isinstance(part, NarrowLinear):
             part.rounds = True
+
+
+def _round_tied_head(model: PreTrainedModel, asked: Quantization) -> None:
+    """Gives the head a rounded copy of the embedding, which keeps its numbers."""
+    name = _head_of(model)
+    if name is None:
+        return
+    old = _linear(model, name)
+    fmt = format_of(asked, old.in_features, is_head=True)
+    new = _awaiting(old, fmt)
+    new.put(encode_in_parts(old.weight.data, fmt), None if old.bias is None else old.bias.data)
+    model.set_submodule(name, new)
 
 
 def _awaiting(old: nn.Linear, fmt: WeightFormat) -> NarrowLinear:

@@ -7,6 +7,7 @@ Needs no torch, since plans use it. On a GPU the formats are those of `kvant.wei
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 
 from kvant.attention.need import DeviceFacts, DeviceKind
@@ -22,7 +23,7 @@ _GROUPS = (128, 64, 32)
 class Quantization(Enum):
     """How weights of linear layers are rounded. Norms and embeddings are not.
 
-    The head is not rounded on a GPU, and is int8 on a CPU.
+    The head is int8: fp8 loses more there than in all layers. Several ranks do not round theirs.
     """
 
     FP8 = "fp8"  # e4m3, a scale for each output
@@ -52,12 +53,12 @@ class Activations(Enum):
     EXACT = "exact"  # 16 bits, even if a checkpoint declares a rounding
 
 
-def format_of(asked: Quantization, columns: int) -> WeightFormat:
+def format_of(asked: Quantization, columns: int, *, is_head: bool = False) -> WeightFormat:
     """Returns a weight's format on a GPU. Raises NotServable if no group size divides its `columns`."""
+    if asked is Quantization.INT8 or is_head:
+        return INT8_CHANNEL
     if asked in (Quantization.FP8, Quantization.FP8_DYNAMIC):
         return FP8_CHANNEL
-    if asked is Quantization.INT8:
-        return INT8_CHANNEL
     group = next((size for size in _GROUPS if columns % size == 0), None)
     if group is None:
         raise NotServable(
@@ -109,21 +110,36 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
         )
 
 
+@dataclass(frozen=True, slots=True)
+class OnGPU:
+    """Which weights a GPU rounds. element_bytes: of an unrounded number. layers: name prefix of its layers.
+
+    rounds_head: whether the head is rounded too.
+    """
+
+    element_bytes: int
+    layers: str
+    rounds_head: bool
+
+
 def quantized_bytes(
     asked: Quantization,
     weights: Iterable[Weight],
     tied_head: tuple[int, int] | None,
     *,
-    on_gpu: tuple[int, str] | None = None,
+    on_gpu: OnGPU | None = None,
 ) -> int:
     """Returns the bytes of all weights in memory.
 
-    on_gpu: bytes of an unrounded number, and the name prefix of layers whose weights are rounded; None for a
-    CPU, where unrounded weights are float32. tied_head: (outputs, inputs) of a head that shares the
-    embedding; a CPU stores it twice.
+    on_gpu: None for a CPU, where unrounded weights are float32. tied_head: (outputs, inputs) of a head that
+    shares the embedding; if it is rounded, it is stored beside it.
     """
     if on_gpu is not None:
-        return sum(_gpu_bytes(asked, weight, *on_gpu) for weight in weights)
+        found = sum(_gpu_bytes(asked, weight, on_gpu) for weight in weights)
+        if tied_head is not None and on_gpu.rounds_head:
+            rows, columns = tied_head
+            found += format_of(asked, columns, is_head=True).matrix_bytes(rows, columns)
+        return found
     found = 0
     for weight in weights:
         is_head = weight.name == "lm_head"
@@ -137,9 +153,10 @@ def quantized_bytes(
     return found
 
 
-def _gpu_bytes(asked: Quantization, weight: Weight, element_bytes: int, layers: str) -> int:
+def _gpu_bytes(asked: Quantization, weight: Weight, on_gpu: OnGPU) -> int:
+    is_head = weight.name == "lm_head" and on_gpu.rounds_head
     is_product = weight.kind in (WeightKind.LINEAR, WeightKind.EXPERT)
-    if not is_product or not weight.name.startswith(layers):
-        return weight.numel * element_bytes
-    fmt = format_of(asked, weight.columns)
+    if not is_head and not (is_product and weight.name.startswith(on_gpu.layers)):
+        return weight.numel * on_gpu.element_bytes
+    fmt = format_of(asked, weight.columns, is_head=is_head)
     return weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)

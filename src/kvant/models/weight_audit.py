@@ -130,6 +130,7 @@ class Use:
     declared: their formats, on any device. stored: formats that run undecoded, None if none do.
     decoded: says that they are decoded, and why. rounded: how 16-bit matrices are rounded. activations: how
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
+    rounds_head: `rounded` concerns the head too.
     """
 
     declared: Stored | NotStored | None
@@ -139,6 +140,7 @@ class Use:
     activations: Activations | None
     weights: tuple[Weight, ...] | None
     kv: KVPlan
+    rounds_head: bool = True
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
@@ -372,7 +374,11 @@ def _numbers(
             TensorState.WRONG,
         )
         fault = BadCheckpoint(f"{name} has the dtype {dtype}", why=because)
-    elif use.rounded is not None and weight is not None and weight.kind in kinds:
+    elif (
+        use.rounded is not None
+        and weight is not None
+        and (weight.kind in kinds or (layer == "lm_head" and use.rounds_head))
+    ):
         because = f"rounded to {use.rounded.value} while it is loaded"
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)
 

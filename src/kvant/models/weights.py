@@ -24,7 +24,7 @@ from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, embedding, vector
 from kvant.models.geometry.weight_methods import MODELOPT_FILE
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
-from kvant.models.quantization import Quantization, quantized_bytes
+from kvant.models.quantization import OnGPU, Quantization, quantized_bytes
 
 ELEMENT_BYTES = {
     ComputeDtype.FLOAT64: 8,
@@ -170,10 +170,11 @@ def quantized_weight_bytes(
     quantization: Quantization,
     *,
     compute: ComputeDtype | None = None,
+    ranks: int = 1,
 ) -> WeightBytes:
     """Returns the bytes in memory of weights quantised while they are loaded, from the config.
 
-    compute: the dtype of weights that are not quantised, on a GPU; None for a CPU.
+    compute: the dtype of weights that are not quantised, on a GPU; None for a CPU. ranks: that share them.
     """
     weights = models_weights(config, geometry)
     if isinstance(weights, str):
@@ -184,7 +185,7 @@ def quantized_weight_bytes(
         head = geometry.vocab_size, geometry.hidden_size
     on_gpu = None
     if compute is not None:
-        on_gpu = ELEMENT_BYTES[compute], find_family(config).prefix
+        on_gpu = OnGPU(ELEMENT_BYTES[compute], find_family(config).prefix, ranks == 1)
     found = quantized_bytes(quantization, listed, head, on_gpu=on_gpu)
     return WeightBytes(
         found, WeightSource.ESTIMATED, f"counted from config.json as {quantization.value}"

@@ -93,7 +93,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         request, target, forward, rotary, draft, draft_facts, counts, limits,
         total_bytes=request.memory_bytes if memory is None else memory.total,
         kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
-        audit=_audit(facts.target, target, forward),
+        audit=_audit(facts.target, target, forward, ranks),
     )  # fmt: skip
     _check_wide_rows(plan)
     if memory is not None:
@@ -256,7 +256,9 @@ def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | Non
     return None if stored is None else stored.summary
 
 
-def _audit(facts: ModelFacts, target: PlannedModel, forward: ForwardChoice) -> WeightAudit | None:
+def _audit(
+    facts: ModelFacts, target: PlannedModel, forward: ForwardChoice, ranks: int
+) -> WeightAudit | None:
     """Returns what every stored tensor is for; None without files to look into."""
     if facts.tensors is None:
         return None
@@ -271,6 +273,7 @@ def _audit(facts: ModelFacts, target: PlannedModel, forward: ForwardChoice) -> W
             forward.activations,
             None if isinstance(listed, str) else tuple(listed),
             target.kv,
+            rounds_head=ranks == 1,
         ),
     )
 
@@ -328,8 +331,9 @@ def _plan_model(
     else:
         check_quantization(quantization, request.device, kv.compute_dtype)
         weights = quantized_weight_bytes(
-            config, geometry, quantization, compute=None if request.on_cpu else kv.compute_dtype
-        )
+            config, geometry, quantization, compute=None if request.on_cpu else kv.compute_dtype,
+            ranks=request.tensor_parallel_size,
+        )  # fmt: skip
     source = ShapeSource.CONFIG if facts.shape is None else facts.shape.source
     return PlannedModel(
         facts.local,

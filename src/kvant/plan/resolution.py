@@ -200,7 +200,9 @@ def _rounded_weights(plan: Plan, method: Quantization | None) -> tuple[WeightByt
             weights = estimate_weight_bytes(target.config, target.geometry, compute=compute)
         else:
             on_gpu = None if request.on_cpu else compute
-            weights = quantized_weight_bytes(target.config, target.geometry, method, compute=on_gpu)
+            weights = quantized_weight_bytes(
+                target.config, target.geometry, method, compute=on_gpu, ranks=plan.num_ranks
+            )
         if plan.num_ranks > 1:
             whole = replace(target, weights=weights)
             divided, _ = divide(replace(request, quantization=method), whole, drafts=False)

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvant.kernels.triton.device import has_ptx, multiprocessors
-from kvant.weights.codecs import NarrowWeight, decode, encode
+from kvant.weights.codecs import NarrowWeight, decode, encode, rows_of
 from kvant.weights.cuda import few_rows, shared_rows, wide_rows
 from kvant.weights.cuda.few_rows import Act, Warps
 from kvant.weights.cuda.shared_rows import Shares
-from kvant.weights.format import WHOLE, Code, Scale, WeightFormat
+from kvant.weights.format import MOST_DECODED, WHOLE, Code, Scale, WeightFormat
 from kvant.weights.rounding import RoundedRows, Rounding
 from kvant.weights.triton.product import (
     Stripe,
@@ -109,8 +109,23 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
         return tiled(x, weight, bias, tiles(weight.format, tokens, *weight.shape, processors))
     if kernel is not Kernel.DECODED:
         return _few(x, weight, bias, None, processors)
-    scratch = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
-    return F.linear(x, decoded(weight, scratch), bias)
+    return _by_decoding(x, weight, bias)
+
+
+def _by_decoding(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
+    """Multiplies many rows by a decoded weight; a large one is decoded in parts of its outputs."""
+    count = weight.rows
+    if (weight.format.rows, weight.format.columns) == (1, WHOLE):
+        count = min(count, max(1, MOST_DECODED // weight.columns))
+    scratch = torch.empty(count, weight.columns, dtype=x.dtype, device=x.device)
+    if count == weight.rows:
+        return F.linear(x, decoded(weight, scratch), bias)
+    out = x.new_empty(len(x), weight.rows)
+    for start in range(0, weight.rows, count):
+        part = rows_of(weight, start, min(count, weight.rows - start))
+        numbers = decoded(part, scratch[: part.rows])
+        torch.mm(x, numbers.t(), out=out[:, start : start + part.rows])
+    return out if bias is None else out + bias
 
 
 def takes_rounded(weight: NarrowWeight) -> bool:

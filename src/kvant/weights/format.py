@@ -53,6 +53,10 @@ WHOLE = 0
 """A block that spans the whole matrix in this direction."""
 
 
+MOST_DECODED = 1 << 27
+"""Numbers of a weight with a scale per output that a product of many rows decodes at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One storage format of a weight [outputs, inputs].

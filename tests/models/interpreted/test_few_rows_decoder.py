@@ -22,6 +22,8 @@ from kvant.models.geometry import read_geometry
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.recurrent import delta_layer, mixers
 from kvant.weights.codecs import NarrowWeight, decode, encode
+from kvant.weights.cuda.few_rows import Beside as Operands
+from kvant.weights.cuda.few_rows import Kind
 from kvant.weights.cuda.wide_rows import Around, Beside, Found
 from kvant.weights.format import INT8_CHANNEL
 from tests.attention import driver
@@ -80,9 +82,30 @@ def _multiplied(
     return Found(out.float(), (out * beside.norm_weight).float(), squares)
 
 
+def _one_row(
+    x: torch.Tensor, weight: NarrowWeight, bias: None, cut: object, kind: Kind, beside: Operands,
+    **out: None,
+) -> torch.Tensor:  # fmt: skip
+    """The definition of `few_rows.multiply` for a single row."""
+    row = x.double()
+    if kind.norm:
+        assert beside.norm_weight is not None
+        row = row * torch.rsqrt(row.square().mean() + beside.eps) * beside.norm_weight
+    found = row @ decode(weight, torch.float64).T
+    if kind.gated:
+        gate, up = found.chunk(2, -1)
+        found = torch.nn.functional.silu(gate) * up
+    if kind.added:
+        assert beside.residual is not None
+        found = found + beside.residual
+    return found.float()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests of the engine compare on a GPU")
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("narrow_head", [False, True])
 def test_norms_are_folded_between_narrow_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    narrow_head: bool, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     path = tiny.build("qwen3", tmp_path, num_hidden_layers=2, vocab_size=tiny.VOCAB, **sizes)
@@ -102,7 +125,15 @@ def test_norms_are_folded_between_narrow_weights(
         forward = replace(forward, up=narrow(forward.up), down=narrow(forward.down))
         qkv, output = narrow(layer.qkv), narrow(layer.output)
         layers.append(replace(layer, qkv=qkv, output=output, feed_forward=forward))
-    fused.model = replace(fused.model, layers=tuple(layers))
+    head = narrow(fused.model.head) if narrow_head else fused.model.head
+    fused.model = replace(fused.model, layers=tuple(layers), head=head)
+    heads: list[int] = []
+
+    def one_row(x: torch.Tensor, weight: NarrowWeight, *given: Any, **options: Any) -> torch.Tensor:
+        heads.append(weight.rows)
+        return _one_row(x, weight, *given, **options)
+
+    monkeypatch.setattr(few_rows_decoder.cuda, "multiply", one_row)
     monkeypatch.setattr(few_rows_decoder, "few_serves", lambda *_: True)
     monkeypatch.setattr(few_rows_decoder, "begin", lambda *_, **__: None)
     monkeypatch.setattr(few_rows_decoder, "multiply_wide", _multiplied)
@@ -113,8 +144,10 @@ def test_norms_are_folded_between_narrow_weights(
     with torch.no_grad():
         for forward in (fused, few):
             made = driver.Driver(driver.pool(model.plan, 8), backend())
-            ids, call, last = made.call([(driver.Text([3 + i for i in range(7)]), 7)])
+            text = driver.Text([3 + i for i in range(tokens)])
+            ids, call, last = made.call([(text, tokens)])
             found.append(forward.run(ids, call, last, [0]))
+    assert len(heads) == (4 * len(layers) + narrow_head if tokens == 1 else 0)
     torch.testing.assert_close(found[1][0], found[0][0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found[1][1][0], found[0][1][0], atol=1e-4, rtol=1e-4)
 

@@ -191,3 +191,25 @@ def test_the_kernel_follows_from_format_and_rows(
         rows: choose.kernel_for(fmt, rows, 4096, 4096, torch.bfloat16).value for rows in expected
     }
     assert found == expected
+
+
+@pytest.mark.parametrize("fmt", [FP8_CHANNEL, INT8_CHANNEL], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_large_weight_is_decoded_in_parts(
+    fmt: WeightFormat, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = encode(torch.randn(100, 64, device=DEVICE), fmt)
+    x = torch.randn(7, 64, device=DEVICE, dtype=DTYPE)
+    added = torch.randn(100, device=DEVICE, dtype=DTYPE) if bias else None
+    rows = []
+
+    def counted(part: NarrowWeight, out: torch.Tensor) -> torch.Tensor:
+        rows.append(part.rows)
+        return decoded(part, out)
+
+    monkeypatch.setattr(choose, "decoded", counted)
+    whole = choose._by_decoding(x, weight, added)
+    monkeypatch.setattr(choose, "MOST_DECODED", 64 * 33)
+    parts = choose._by_decoding(x, weight, added)
+    assert rows == [100, 33, 33, 33, 1]
+    assert (parts.float() - whole.float()).norm() < BOUND * whole.float().norm()

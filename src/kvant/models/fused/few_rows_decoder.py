@@ -90,6 +90,7 @@ class FewRowsDecoder:
         for layer in model.layers:
             if isinstance(layer, Layer):
                 self._begin(layer, one=one)
+        _begin(model.head, Kind(one=True, norm=True, plus=one) if self._folds_one else None, None)
 
     def _begin(self, layer: Layer, *, one: bool) -> None:
         """Starts compiling the kernels of narrow weights in other threads."""
@@ -176,6 +177,8 @@ class FewRowsDecoder:
         if is_own(model.head):
             head = numbers(model.head)
             logits = few.normed(stream, *head, picked=logits_index, dtype=torch.float32)
+        elif len(input_ids) == len(logits_index) == 1 and _is_own_for_one(model.head):
+            logits = folded.normed(stream, model.head)
         else:
             logits = model.head(fused.kernels.norm(stream.residual[logits_index], model.norm))
         return fused.finish(logits), tuple(taps[index] for index in layers)

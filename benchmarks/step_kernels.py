@@ -29,6 +29,12 @@ _MARK = "rotate_and_store"
 _PRODUCTS = "output", "gate_up", "down", "qkv"
 """A layer's products in the order in which they follow `_MARK`."""
 
+_NARROW = "few_rows", "wide_rows", "shared_rows"
+"""Kernels of narrow products, which may multiply by the head too."""
+
+_UNCOUNTED = "Mem", "elementwise", "vectorized", "unrolled"
+"""Beginnings of names of copies, fills and torch's own kernels."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -65,18 +71,25 @@ def short_name(name: str) -> str:
 def placed(pieces: Iterable[Piece], mark: str = _MARK) -> list[Piece]:
     """Returns pieces in order of their begins, each name followed by "#" and how often it ran since `mark`.
 
-    Copies and fills keep their names.
+    Copies and fills keep their names. Where a kernel runs five times, the head is the fourth, behind the last
+    layer: it gets "#head", and the fifth "#4".
     """
-    found, counts = [], defaultdict[str, int](int)
-    for piece in sorted(pieces, key=lambda piece: (piece.begin, piece.end)):
+    order = sorted(pieces, key=lambda piece: (piece.begin, piece.end))
+    behind: list[dict[str, list[int]]] = [defaultdict(list)]
+    for place, piece in enumerate(order):
         name = short_name(piece.name)
         if name == mark:
-            counts.clear()
-        elif not name.startswith(("Mem", "elementwise", "vectorized", "unrolled")):
-            counts[name] += 1
-            name = f"{name}#{counts[name]}"
-        found.append(replace(piece, name=name))
-    return found
+            behind.append(defaultdict(list))
+        behind[-1][name].append(place)
+    for launches in behind:
+        for name, places in launches.items():
+            plain = name == mark or name.startswith(_UNCOUNTED)
+            labels = [str(count + 1) for count in range(len(places))]
+            if name in _NARROW and len(places) == 5:
+                labels = ["1", "2", "3", "head", "4"]
+            for place, label in zip(places, labels, strict=True):
+                order[place] = replace(order[place], name=name if plain else f"{name}#{label}")
+    return order
 
 
 def shares(pieces: Sequence[Piece], steps: int) -> list[Share]:
@@ -111,12 +124,13 @@ def products_of(names: Iterable[str]) -> dict[str, str]:
         kernel, _, place = name.partition("#")
         places[kernel].add(place)
     whole = {"1", "2", "3", "4"}
-    return {
+    made = {
         f"{kernel}#{place}": product
         for kernel, found in places.items()
-        if found == whole
+        if found - {"head"} == whole
         for place, product in enumerate(_PRODUCTS, start=1)
     }
+    return made | {f"{kernel}#head": "head" for kernel in places if "head" in places[kernel]}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -274,6 +288,9 @@ def bytes_of(llm: Any, sequences: int | None, length: int) -> dict[str, int]:
     target, asked = llm.planned.target, llm.planned.request.quantization
     for weight in list_weights(target.config, target.geometry):
         layer, _, part = weight.name.rpartition(".")
+        if asked is not None and weight.name == "lm_head":
+            fmt = format_of(asked, weight.columns, is_head=True)
+            found["head"] = fmt.matrix_bytes(weight.rows, weight.columns)
         if asked is not None and ".layers.0." in f"{layer}." and part in parts:
             fmt = format_of(asked, weight.columns)
             found[parts[part]] += fmt.matrix_bytes(weight.rows, weight.columns)

@@ -63,6 +63,17 @@ def test_launches_are_counted_from_the_mark_of_each_layer() -> None:
     assert one_layer(order)[-1] == ("rotate_and_store", 3, 4)
 
 
+def test_the_head_is_the_fourth_of_five_behind_the_last_layer() -> None:
+    names = ["rotate_and_store", *["few_rows"] * 4, "rotate_and_store", *["few_rows"] * 5]
+    order = placed(Piece(name, place, place + 1) for place, name in enumerate(names))
+    assert [one.name for one in order][-5:] == [
+        "few_rows#1", "few_rows#2", "few_rows#3", "few_rows#head", "few_rows#4",
+    ]  # fmt: skip
+    found = products_of(one.name for one in order)
+    assert found["few_rows#head"] == "head"
+    assert found["few_rows#4"] == "qkv"
+
+
 def test_a_kernel_that_runs_four_times_a_layer_has_the_layers_products() -> None:
     found = products_of([f"few_rows#{n}" for n in (1, 2, 3, 4)] + ["gate#1", "other#1", "other#2"])
     assert found == {

@@ -183,7 +183,9 @@ class Agents(Server):
         self.agents = []
         for node in (0, 1):
             before: tuple[str, ...] = ()
-            model, cwd, master, more = self.model, None, "127.0.0.1", {}
+            cwd: Path | None = None
+            more: dict[str, str] = {}
+            model, master = self.model, "127.0.0.1"
             if self.network is not None:
                 master = self.network.here
                 cwd = self.model.parent / f"host{node}"

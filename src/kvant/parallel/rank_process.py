@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import select
+import shutil
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,14 +82,17 @@ class _Voice:
             _log.exception("rank 0 is gone")
 
 
-def serve_rank(link: Connection[bytes, bytes], place: int | None = None) -> None:
+def serve_rank(
+    link: Connection[bytes, bytes], place: int | None = None, left: list[Path] | None = None
+) -> None:
     """Serves as one rank until the link ends. Every error is sent as `Failed`, then raised.
 
-    place: the GPU's index on this machine, for a rank of torchrun.
+    place: the GPU's index on this machine, for a rank of torchrun. left: the directory where ranks meet is
+    appended, which a killed rank 0 does not remove.
     """
     voice = _Voice(link)
     try:
-        _serve(link, voice, place)
+        _serve(link, voice, place, [] if left is None else left)
     except EOFError:
         return
     except KvantError as fault:
@@ -98,9 +103,13 @@ def serve_rank(link: Connection[bytes, bytes], place: int | None = None) -> None
         raise
 
 
-def _serve(link: Connection[bytes, bytes], voice: _Voice, place: int | None) -> None:
+def _serve(
+    link: Connection[bytes, bytes], voice: _Voice, place: int | None, left: list[Path]
+) -> None:
     memory = None if place is not None else reduction.recv_handle(link)
     start = read_start(link.recv_bytes())
+    if place is None:
+        left.append(Path(start.meet))
     config = engine_config(start.settings)
     plan = own_plan(config)
     if plan_fingerprint(plan) != start.fingerprint:
@@ -203,8 +212,8 @@ def _run(
                     _log.warning("%s", fault)
 
 
-def _pulse(pulse: socket.socket) -> None:
-    """Writes to the pulse every second; ends the process when rank 0 is gone."""
+def _pulse(pulse: socket.socket, left: Sequence[Path]) -> None:
+    """Writes to the pulse every second; ends the process when rank 0 is gone. left: see `serve_rank`."""
     try:
         while True:
             pulse.send(b".")
@@ -212,6 +221,8 @@ def _pulse(pulse: socket.socket) -> None:
                 break
     except OSError:
         pass
+    for directory in left:
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
 
@@ -224,10 +235,11 @@ def own_address(fd: int) -> str:
 def main(link: int, pulse: int, place: int | None = None) -> int:
     """Serves as a rank over inherited sockets. Returns the exit code."""
     logging.basicConfig(stream=sys.stderr, format=f"kvant rank {os.getpid()}: %(message)s")
-    beating = threading.Thread(target=_pulse, args=(socket.socket(fileno=pulse),), daemon=True)
+    left: list[Path] = []
+    beating = threading.Thread(target=_pulse, args=(socket.socket(fileno=pulse), left), daemon=True)
     beating.start()
     try:
-        serve_rank(Connection(link), place)
+        serve_rank(Connection(link), place, left)
     except KvantError:
         return 1  # rank 0 was told
     except Exception:

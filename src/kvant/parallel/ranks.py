@@ -128,7 +128,7 @@ class Ranks:
         self._links: list[Connection[bytes, bytes]] = []
         self._ring: Ring | LinkSender
         self.told = Told()
-        self._life = _Life(on_loss)
+        self._life = _Life(on_loss, self.directory)
         self._finalizer = weakref.finalize(
             self, _end, self._ranks, self._life, self.directory, os.getpid(), on_end
         )
@@ -219,13 +219,13 @@ class Ranks:
 class _Life:
     """The ranks' common state, shared with the watching thread.
 
-    fault: why a rank was lost, or None. has_steps: whether the start is over.
+    fault: why a rank was lost, or None. has_steps: whether the start is over. directory: where ranks meet.
     """
 
-    def __init__(self, on_loss: Callable[[str], None]) -> None:
+    def __init__(self, on_loss: Callable[[str], None], directory: Path) -> None:
         self.fault: str | None = None
         self.is_closing = self.has_steps = False
-        self._on_loss = on_loss
+        self._on_loss, self._directory = on_loss, directory
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -242,6 +242,7 @@ class _Life:
         _log.error("%s; the engine cannot go on", fault)
         for rank in ranks:
             rank.process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)  # this process may end without its finalizers
         self._on_loss(fault)
 
 

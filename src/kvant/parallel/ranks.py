@@ -242,7 +242,9 @@ class _Life:
         _log.error("%s; the engine cannot go on", fault)
         for rank in ranks:
             rank.process.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)  # this process may end without its finalizers
+        shutil.rmtree(
+            self._directory, ignore_errors=True
+        )  # this process may end without its finalizers
         self._on_loss(fault)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -112,8 +113,13 @@ class GivingProcess:
         assert self._process.stdout.readline() == b"ready\n"
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+    def stop(self) -> None:
+        """Makes it hang."""
+        self._process.send_signal(signal.SIGSTOP)
 
 
 def _main() -> None:

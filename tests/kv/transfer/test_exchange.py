@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -190,7 +193,9 @@ def test_a_read_that_fails_costs_the_restore_alone(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(not HAS_NIXL, reason="no NIXL")
-@pytest.mark.parametrize("when", ["before it is asked", "after it told where pages lie"])
+@pytest.mark.parametrize(
+    "when", ["before it is asked", "after it told where pages lie", "without an end"]
+)
 def test_a_process_that_vanishes_leaves_nothing(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taker, "RETRY_SECONDS", 0.2)
     monkeypatch.setattr(taker, "ANSWER_SECONDS", 1.0)
@@ -201,6 +206,8 @@ def test_a_process_that_vanishes_leaves_nothing(when: str, monkeypatch: pytest.M
     assert runner.num_run_tokens <= PAGE + 6, "pages of another process were read"
     if when == "before it is asked":
         other.kill()
+    elif when == "without an end":
+        other.stop()
     else:
         read = memory.RemoteMemory.read
 
@@ -215,6 +222,7 @@ def test_a_process_that_vanishes_leaves_nothing(when: str, monkeypatch: pytest.M
     assert decode.stats.num_held_pages == 0
     assert decode.tiers is not None
     assert not decode.tiers.audit()
+    other.kill()
     monkeypatch.undo()
     monkeypatch.setattr(taker, "RETRY_SECONDS", 0.2)
     again = GivingProcess(address)
@@ -225,6 +233,32 @@ def test_a_process_that_vanishes_leaves_nothing(when: str, monkeypatch: pytest.M
         assert runner.num_run_tokens - before <= PAGE + 6
     finally:
         again.kill()
+
+
+def test_an_agent_ends_where_it_is_closed_even_if_memory_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[threading.Thread] = []
+
+    class Agent:
+        def __init__(self, *given: object) -> None:
+            weakref.finalize(self, lambda: ended.append(threading.current_thread()))
+
+        def register_memory(self, *given: object) -> int:
+            return 7
+
+        def deregister_memory(self, found: int) -> None:
+            assert found == 7
+            raise RuntimeError("it is in use")
+
+    library = SimpleNamespace(nixl_agent=Agent, nixl_agent_config=lambda **given: None)
+    monkeypatch.setattr(memory, "require_nixl", lambda: library)
+    made = memory.RemoteMemory("a")
+    made.register(0, 8)
+    closing = threading.Thread(target=made.close)
+    closing.start()
+    closing.join(10)
+    assert ended == [closing]
 
 
 @pytest.mark.skipif(HAS_NIXL, reason="NIXL is here")

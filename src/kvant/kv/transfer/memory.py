@@ -50,7 +50,7 @@ class RemoteMemory:
         nixl = require_nixl()
         # Its import sets the level by a configuration of its own.
         logging.getLogger("nixl").setLevel(logging.WARNING)
-        self._agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
+        self._agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
         self._registered: list[Any] = []
 
     @property
@@ -108,10 +108,18 @@ class RemoteMemory:
             raise ReadFailed(f"NIXL says {state}")
 
     def close(self) -> None:
-        """Forget all memory."""
+        """Forgets all memory and ends the agent, in the thread that it belongs to. Nothing else may follow.
+
+        Otherwise it would end when garbage is collected, in any thread and beside another agent's call.
+        """
         for found in self._registered:
-            self._agent.deregister_memory(found)
+            try:
+                self._agent.deregister_memory(found)
+            except Exception as fault:
+                # A kept record would keep the fault, whose frames hold the agent.
+                logging.getLogger(__name__).warning("NIXL keeps memory: %s", str(fault))
         self._registered.clear()
+        self._agent = None
 
     def _release(self, handle: Any) -> bool:
         """Give a transfer up. False if NIXL cannot."""

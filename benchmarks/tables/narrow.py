@@ -9,10 +9,10 @@ from benchmarks.tables import Cells, held, table
 
 _MODELS = {
     "Qwen3-8B, bfloat16": ("Qwen3-8B, bfloat16", None, None),
-    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, norms folded", 430, 9000),
-    "Qwen3-8B, fp8, before": ("Qwen3-8B, fp8, as chosen", None, None),
-    "Qwen3-8B, int4": ("Qwen3-8B, int4, norms folded", 620, 9500),
-    "Qwen3-8B, int4, before": ("Qwen3-8B, int4, as chosen", None, None),
+    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, head int8", 430, 9000),
+    "Qwen3-8B, fp8, head bfloat16": ("Qwen3-8B, fp8, norms folded", None, None),
+    "Qwen3-8B, int4": ("Qwen3-8B, int4, head int8", 620, 9500),
+    "Qwen3-8B, int4, head bfloat16": ("Qwen3-8B, int4, norms folded", None, None),
     "Qwen3-8B, GGUF as Q4_K_M": ("Qwen3-8B, GGUF as Q4_K_M", None, None),
     "Qwen3-8B, GGUF as Q8_0": ("Qwen3-8B, GGUF as Q8_0", None, None),
     "Qwen3-30B-A3B, bfloat16": ("qwen3-30b-a3b", None, None),

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Train a small hybrid language model on a CPU, for measurements that random weights cannot give.
+"""Train a small hybrid language model, for measurements that random weights cannot give.
 
     python -m scripts.train_hybrid gated_delta OUT --gsm8k FILE     # Qwen3.5's text model
     python -m scripts.train_hybrid mamba2 OUT --gsm8k FILE          # Bamba
+
+`--device cuda` trains on a GPU; `--tokens` sets the tokens of a step, which a GPU takes more of.
 
 transformers' modules learn Python's standard library and GSM8K's training problems, with a vocabulary of
 1,024 pieces made from the same text. Windows have 512 tokens at first and 2,048 at the end. The time
@@ -43,7 +45,7 @@ VOCAB = 1024
 END = "<|end|>"
 WIDTH, LAYERS = 192, 6
 TOKENS = 2048
-"""Tokens of a step."""
+"""Tokens of a step, unless told otherwise."""
 PHASES = ((512, 0.85), (2048, 0.15))
 """Lengths of windows, and their shares of the steps."""
 RATE, WARM_UP = 2e-3, 40
@@ -88,6 +90,8 @@ def main() -> None:
     parser.add_argument("--gsm8k", type=Path, required=True, help="JSON lines to train on")
     parser.add_argument("--test-gsm8k", type=Path, required=True, help="JSON lines to hold out")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="a multiple of 2048")
+    parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True)
     texts, held_out = read_texts(asked.gsm8k, asked.test_gsm8k)
@@ -98,14 +102,17 @@ def main() -> None:
     torch.manual_seed(0)
     model = KINDS[asked.kind]()
     spread_time_steps(model)
+    device = torch.device(asked.device)
+    model.to(device)
     started = time.perf_counter()
-    losses = train(model, ids, asked.steps)
+    losses = train(model, ids, asked.steps, asked.tokens)
     seconds = time.perf_counter() - started
     found = {
         "kind": asked.kind,
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": asked.steps,
-        "tokens": asked.steps * TOKENS,
+        "tokens": asked.steps * asked.tokens,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "training_tokens": len(ids),
         "training_sha256": hashlib.sha256(joined.encode()).hexdigest(),
         "losses": losses,
@@ -173,8 +180,8 @@ def spread_time_steps(model: PreTrainedModel) -> None:
                 parameter.copy_(torch.empty_like(parameter).uniform_(1, 16).log())
 
 
-def train(model: PreTrainedModel, ids: Tensor, steps: int) -> list[float]:
-    """Trains in place; returns the mean loss of every 20 steps, in nats per token."""
+def train(model: PreTrainedModel, ids: Tensor, steps: int, tokens: int) -> list[float]:
+    """Trains in place, `tokens` a step; returns the mean loss of every 20 steps, in nats per token."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -186,8 +193,9 @@ def train(model: PreTrainedModel, ids: Tensor, steps: int) -> list[float]:
         warm = min(1.0, (number + 1) / WARM_UP)
         for group in optimizer.param_groups:
             group["lr"] = RATE * warm * (0.05 + 0.475 * (1 + math.cos(math.pi * number / steps)))
-        starts = torch.randint(len(ids) - length - 1, (TOKENS // length,))
+        starts = torch.randint(len(ids) - length - 1, (tokens // length,))
         batch = torch.stack([ids[start : start + length] for start in starts.tolist()])
+        batch = batch.to(model.device)
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -216,7 +224,7 @@ def held_out_loss(model: PreTrainedModel, held: Tensor, length: int, windows: in
     with torch.no_grad():
         for number in range(windows):
             start = number * (len(held) - length) // max(1, windows - 1)
-            ids = held[start : start + length][None]
+            ids = held[start : start + length][None].to(model.device)
             logits = model(input_ids=ids, use_cache=False).logits[0, -257:-1]
             total += float(torch.nn.functional.cross_entropy(logits, ids[0, -256:]))
     return total / windows

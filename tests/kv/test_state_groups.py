@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -32,12 +33,14 @@ def directory(name: str) -> Path:
     return made
 
 
-def plan_of(name: str, stored: KVDtype, length: int) -> Plan:
-    """For an H200 of 141 GB at the default share."""
+def plan_of(
+    name: str, stored: KVDtype, length: int, memory: int = 141 * 10**9, **options: Any
+) -> Plan:
+    """For a GPU of 141 GB at the default share, unless told otherwise."""
     request = PlanRequest(
-        str(directory(name)), DeviceFacts(DeviceKind.CUDA, "sm_90"), memory_bytes=141 * 10**9,
+        str(directory(name)), DeviceFacts(DeviceKind.CUDA, "sm_90"), memory_bytes=memory,
         requests=Requests(KVRequest(explicit=(Asked(FormatRequest(stored, stored), "test"),))),
-        max_model_len=40960, expected_length=length,
+        expected_length=length, **{"max_model_len": 40960, **options},
     )  # fmt: skip
     return planned.plan_of(request)
 
@@ -69,6 +72,24 @@ def test_as_many_sequences_fit_as_bytes_promise(name: str, length: int) -> None:
         assert plan.num_sequences <= filled(plan, length) <= promised
         counts[stored] = plan.num_sequences / promised
     assert abs(counts[KVDtype.FP8_E4M3] / counts[KVDtype.BFLOAT16] - 1) <= 0.03
+
+
+def test_75_sequences_of_gemma_3_12b_with_32768_tokens_fit_an_h200() -> None:
+    """An H200 has 139.8 GiB. 40 of 48 layers keep the last 1,024 tokens."""
+    length = 32768
+    plan = plan_of(
+        "gemma-3-12b", KVDtype.FP8_PER_TOKEN_HEAD, length, int(139.8 * 2**30),
+        memory_utilization=0.85, max_model_len=None,
+    )  # fmt: skip
+    layout, num = plan.layout, plan.memory.num_pages
+    assert layout is not None
+    assert num is not None
+    assert plan.num_sequences is not None
+    assert plan.num_sequences >= 75
+    shared = shared_pages(num, layout)
+    held = [group.most_pages(length, 1, layout.page_size) for group in layout.groups]
+    for _ in range(plan.num_sequences):
+        assert shared.allocate(held) is not None
 
 
 def test_a_layout_with_states_wastes_little_and_plans_what_is_allocated() -> None:

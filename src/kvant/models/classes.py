@@ -14,11 +14,14 @@ from transformers import (
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns transformers' factory for a config: of language models if it has the class, else of image-text
-    models. If neither has it, returns that of language models, which raises the error.
+    """Returns transformers' factory for a config: of language models if it can, else of image-text models.
+
+    If neither makes the class, returns that of language models, which raises the error.
     """
-    kind = type(config)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    # A language model of a multimodal config is made from its text section.
+    kinds = {type(config), type(config.get_text_config(decoder=True))}
+    is_text = all(kind in MODEL_FOR_CAUSAL_LM_MAPPING for kind in kinds)
+    if not is_text and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
 

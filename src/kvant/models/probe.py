@@ -39,6 +39,7 @@ from kvant.models.geometry.read import read_dtype, read_max_model_len, read_stat
 from kvant.models.modules.keywords import handing_over
 from kvant.models.quiet import quiet_transformers
 from kvant.models.recurrent.hook import find_mixers
+from kvant.models.recurrent.mixers import PAIRED
 
 _NAME = "kvant_probe"
 _TOKENS = 8
@@ -421,7 +422,7 @@ class _Mixed:
     def __init__(self, name: str, module: nn.Module, states: tuple[StateGeometry, ...]) -> None:
         self._name, self._module, self._states = name, module, states
 
-    def __call__(self, hidden_states: Tensor, *_: Any, kvant: object = None, **__: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *_: Any, kvant: object = None, **__: Any) -> Any:
         who, index = type(self._module).__name__, getattr(self._module, "layer_idx", None)
         if kvant != _MARKER:
             raise _CannotRun(f"{who} gets no keywords of the forward, so no step")
@@ -429,7 +430,8 @@ class _Mixed:
         if not isinstance(index, int) or index in states:
             raise _CannotRun(f"{who} keeps a state without a layer of its own")
         states[index] = self._name, self._states
-        return torch.zeros_like(hidden_states)
+        out = torch.zeros_like(hidden_states)
+        return (out, None) if who in PAIRED else out
 
 
 _record: list[_Record] = []
@@ -525,11 +527,20 @@ class _Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False if args[0].dtype is torch.bool else 0
         if on_meta and name == "nonzero":
             return torch.empty(0, args[0].ndim, dtype=torch.int64, device="meta")
+        if on_meta and name == "index":
+            args = (args[0], [part for one in args[1] for part in _without_masks(one)])
         device = options.get("device")
         if on_meta and name == "_to_copy" and device is not None and device.type != "meta":
             dtype = options.get("dtype") or args[0].dtype
             return torch.zeros(args[0].shape, dtype=dtype, device=device)
         return func(*args, **options)
+
+
+def _without_masks(index: Tensor | None) -> list[Tensor | None]:
+    """Returns an index without masks, of which no element is true."""
+    if index is None or index.dtype is not torch.bool:
+        return [index]
+    return [torch.empty(0, dtype=torch.int64, device="meta")] * index.ndim
 
 
 def _experts(module: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

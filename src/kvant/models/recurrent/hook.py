@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from kvant.attention.base import StepCall
 from kvant.errors import EngineFault
 from kvant.kv.geometry import StateKind
-from kvant.models.recurrent.mixers import MIXERS, Framed, LayerStates, Mixer, Product
+from kvant.models.recurrent.mixers import MIXERS, PAIRED, Framed, LayerStates, Mixer, Product
 from kvant.models.recurrent.packed import Packed
 
 
@@ -44,14 +44,16 @@ class Hooked:
 
     def __init__(self, name: str, layer: int, mixer: Mixer) -> None:
         self._who, self._layer, self._mixer = f"{name} (layer {layer})", layer, mixer
+        self._is_paired = name in PAIRED
 
     def __call__(
         self, hidden_states: Tensor, *_: object, kvant: StepCall | None = None, **__: object
-    ) -> Tensor:
-        """Runs the mixer: [1, T, hidden] -> [1, T, hidden]."""
+    ) -> Tensor | tuple[Tensor, None]:
+        """Runs the mixer: [1, T, hidden] -> [1, T, hidden], with None if the module returns a pair."""
         if kvant is None:
             raise EngineFault(f"{self._who} was called without a step")
-        return run_mixer(self._mixer, hidden_states[0], kvant, self._layer)[None]
+        out = run_mixer(self._mixer, hidden_states[0], kvant, self._layer)[None]
+        return (out, None) if self._is_paired else out
 
 
 def run_mixer(

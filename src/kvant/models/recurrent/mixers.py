@@ -601,6 +601,30 @@ class Mamba1:
         return mixed
 
 
+class LightningAttention:
+    """MiniMax's linear attention: each head decays at a rate of its own, the same at every token."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @property
+    def states(self) -> tuple[StateGeometry, ...]:
+        m = self.module
+        return (_recurrent_state(m.num_attention_heads, m.head_dim, m.head_dim),)
+
+    def run(self, x: Tensor, states: LayerStates) -> Tensor:
+        """Implements `Mixer.run`: x [T, hidden] -> [T, hidden]."""
+        assert states.recurrent is not None
+        m, count = self.module, len(x)
+        qkv = m.act_fn(_project(x, m.qkv_proj, states))
+        q, k, v = qkv.view(count, m.num_attention_heads, 3 * m.head_dim).chunk(3, 2)
+        rates = m.get_slope_rate(device=x.device).flatten()
+        g = -rates.expand(count, m.num_attention_heads)
+        out = scan(q, k, v, g, None, states.recurrent, states.packed)
+        out = m.norm(out.flatten(1).to(x.dtype))
+        return _project(_project(x, m.output_gate, states).sigmoid() * out, m.out_proj, states)
+
+
 class ShortConv(_Projected):
     """LFM2's gated convolution."""
 
@@ -650,5 +674,9 @@ MIXERS: dict[str, Callable[[Any], Mixer]] = {
     ),
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), ShortConv),
     "JambaMambaMixer": Mamba1,
+    "MiniMaxLightningAttention": LightningAttention,
 }  # fmt: skip
 """Kvant's mixer for each class of transformers' modules."""
+
+PAIRED = frozenset({"MiniMaxLightningAttention"})
+"""Classes of modules whose forward returns a pair, of which the second is not used."""

@@ -121,6 +121,25 @@ def test_layers_are_narrow_and_the_rest_is_wide(tmp_path: Path) -> None:
     assert getattr(model.config, "quantization_config", None) is None
 
 
+def test_the_head_is_rounded_before_other_weights_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wide head is the largest matrix by far."""
+    from kvant.models import narrow
+
+    shapes: list[tuple[int, ...]] = []
+    encode_really = narrow.encode_in_parts
+
+    def noted(weight: Tensor, fmt: object) -> object:
+        shapes.append(tuple(weight.shape))
+        return encode_really(weight, fmt)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(narrow, "encode_in_parts", noted)
+    load(tiny.build("llama", tmp_path), "llama", Quantization.FP8)
+    assert shapes[0] == (tiny.VOCAB, 64)
+    assert len(shapes) == 29
+
+
 def test_dummy_weights_are_rounded_too(tmp_path: Path) -> None:
     path = tiny.build("llama", tmp_path)
     model = load(path, "llama", Quantization.INT4, dummy_weights=True)

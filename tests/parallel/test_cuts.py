@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from kvant.models.sharding.cuts import RULES, Cut, Cuts, Rule
 from kvant.models.sharding.divide import RankFiles, cut_of
@@ -18,6 +20,7 @@ from tests.models import families, tiny
 from tests.parallel.test_plan import plan
 
 FAMILIES = [name for name in tiny.FAMILIES if tiny.FAMILIES[name].config and name in RULES]
+SUMS = {Rule.INPUTS, Rule.MIXER_INPUTS, Rule.EXPERT_INPUTS, Rule.EXPERT_ROWS}
 WHOLE_MATRICES = ("embed_tokens.weight", "mlp.gate.weight", "mlp.router.weight")
 
 
@@ -59,6 +62,29 @@ def test_rows_of_q_meet_columns_of_o_and_halves_stay_pairs() -> None:
     )
     assert packed is not None
     assert packed.ranges == ((48, 96), (144, 192))
+
+
+def test_the_table_agrees_with_transformers_plans() -> None:
+    """Wherever these divide one matrix. Plans of whole modules, as of experts, name no dimension."""
+    agreed: set[str] = set()
+    for name, rules in RULES.items():
+        if name not in CONFIG_MAPPING:
+            continue  # the installed transformers is older than the family
+        plan = getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None) or {}
+        for key, kind in plan.items():
+            found = re.fullmatch(r"layers\.\*\.(.+)", key)
+            is_state = key.endswith("linear_attn.out_proj")  # its recurrence is whole there
+            if "wise" not in kind or "local" in kind or found is None or is_state:
+                continue
+            inner = found[1].replace("*", "0")
+            rule = next(
+                rule
+                for pattern, rule in rules.items()
+                if re.fullmatch(pattern, f"{inner}.weight") or re.fullmatch(pattern, inner)
+            )
+            assert (rule in SUMS) == ("rowwise" in kind), (name, key, kind, rule)
+            agreed.add(name)
+    assert len(agreed) > 40
 
 
 def test_towers_are_not_divided() -> None:

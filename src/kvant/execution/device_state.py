@@ -1,8 +1,8 @@
 """Running sequences on the device, one row each: the rows of the scheduler's row table.
 
 A step reads its newest tokens, positions and page ids here and writes its new tokens here. So the next step
-can be launched before the host has read them. Broadcasts to other devices, recurrent states and moved
-pages are addressed by the same row numbers.
+can be launched before the host has read them. Every rank has such rows with the same numbers, and a pool
+of recurrent states finds a sequence's page by its row.
 """
 
 from __future__ import annotations

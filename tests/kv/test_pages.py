@@ -74,9 +74,9 @@ class PagesUnderLoad(RuleBasedStateMachine):
     @rule(tokens=st.tuples(*[st.integers(0, 2)] * PAGE_SIZE))
     def join(self, tokens: tuple[int, ...]) -> None:
         found = self.allocator.match([page_hash(root(), tokens)])
-        available, idle = self.allocator.num_available, self.allocator.num_idle_among(found)
+        available, (_, woken) = self.allocator.num_available, self.allocator.if_joined(found)
         self.allocator.join(found)
-        assert self.allocator.num_available == available - idle
+        assert self.allocator.num_available == available - woken
         for page in found:
             assert self.contents[page] == tokens, "a hash led to other contents"
         if found:

@@ -231,10 +231,6 @@ class PageAllocator:
         """
         return self._generations[page] if page in self._hash_of else None
 
-    def num_idle_among(self, pages: Iterable[int]) -> int:
-        """Return how many of these pages `join` would take from the available ones."""
-        return sum(not self._ref_counts[page] for page in pages)
-
     def if_joined(self, pages: Iterable[int]) -> tuple[int, int]:
         """What `join` would change: how many fewer pages are `num_own`, and superblocks become live."""
         woken: Counter[int] = Counter()

@@ -47,11 +47,11 @@ def measure_starts(
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         if first:
             environment["KVANT_CACHE"] = empty
-            yield Start("empty", _until_first_text(chat, environment), {})
+            yield Start("empty", until_first_text(chat, environment), {})
         else:
-            _until_first_text(chat, environment)
+            until_first_text(chat, environment)
         for _ in range(repeats):
-            seconds = _until_first_text(chat, environment)
+            seconds = until_first_text(chat, environment)
             yield Start("filled", seconds, _parts(parts, environment))
 
 
@@ -67,7 +67,7 @@ def table(starts: list[Start]) -> str:
     return "\n".join(lines)
 
 
-def _until_first_text(command: Sequence[str], environment: Mapping[str, str]) -> float:
+def until_first_text(command: Sequence[str], environment: Mapping[str, str]) -> float:
     """Returns seconds from the start of `kvant chat` to the first text after its greeting."""
     started = time.perf_counter()
     chat = subprocess.Popen(

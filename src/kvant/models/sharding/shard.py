@@ -44,10 +44,6 @@ class Recurrence:
     keys: int
 
     @property
-    def key_width(self) -> int:
-        return self.key_heads * self.keys
-
-    @property
     def value_width(self) -> int:
         return self.heads * self.values
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvant.cli.demo_server import served
 from kvant.cli.measuring import kept_parts, progress
 from kvant.cli.output import figure_table
 from kvant.cli.progress import tracked
@@ -105,6 +104,7 @@ def tasks(
 
     rows: wide rows beside each of `formats`. command: lm_eval. Raises BadValue if it fails.
     """
+    from kvant.cli.demo_server import served
     from kvant.kv.groups import bytes_per_token_at
     from kvant.measure.own_engine import plan_storing
     from kvant.measure.quality.lm_eval import run_tasks

@@ -18,8 +18,6 @@ from kvant.cli.plan_plot import picture, plot_plan
 from kvant.errors import UnknownName
 from kvant.plan.config import PlanOptions, plan_request
 from kvant.plan.device import host_device
-from kvant.plan.planning import make_plan
-from kvant.plan.read_facts import read_facts
 from kvant.plan.settings import Settings
 
 
@@ -52,6 +50,8 @@ def plan(
 ) -> None:
     """Show the KV format of every layer and its source; loads no weights."""
     from kvant.kv.memory import parse_size
+    from kvant.plan.planning import make_plan
+    from kvant.plan.read_facts import read_facts
 
     request = replace(
         plan_request(settings, device_from(device)),

@@ -14,10 +14,11 @@ from kvant.errors import NotServable, WayOut
 from kvant.plan.config import ENGINE_OPTIONS, EngineOptions, engine_config
 from kvant.plan.settings import Settings
 from kvant.server.config import EVENT_OPTIONS, ServerConfig
-from kvant.server.read_config import server_config
 
 
 def _check(settings: Settings) -> None:
+    from kvant.server.read_config import server_config
+
     engine_config(settings)
     server_config(settings)
     check_replicas(settings)
@@ -40,6 +41,7 @@ def serve(settings: Settings) -> None:
         if launch.rank > 0:
             raise typer.Exit(join(launch))
     _say(f"kvant: starting {options.model}")  # imports and plans take seconds
+    from kvant.server.read_config import server_config
     from kvant.server.serve import log_to_stderr
     from kvant.server.serve import serve as run
 

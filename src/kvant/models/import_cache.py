@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock
-
 from kvant.errors import ConfigError, WayOut
 
 RECORD = "kvant-import.json"
@@ -57,6 +55,8 @@ def making(final: Path, needed_bytes: int) -> Iterator[Path | None]:
     written. Raises ConfigError at the start if the disk has less free space. The block must call
     `seal` last. An exception leaves neither `final` nor the partial directory behind.
     """
+    from filelock import FileLock
+
     partial = final.parent / f".{final.name}.partial"
     _make_writable(final.parent)
     with FileLock(final.parent / f".{final.name}.lock"):

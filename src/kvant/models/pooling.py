@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import read_json_object
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MODULES_NAME, POOLING_NAME = "modules.json", "1_Pooling/config.json"
 _GENERATE = WayOut("generate text with it", ("--task", "generate"))
@@ -57,6 +58,8 @@ class Pooling:
         self, hidden: bytes, dimensions: int | None = None, *, normalize: bool = True
     ) -> NDArray[np.float32]:
         """Returns the vector [dimensions] of a hidden state, given as `size` little-endian float32."""
+        import numpy as np  # here, so that reading options does not import it
+
         found = np.frombuffer(hidden, "<f4")[:dimensions].astype(np.float64)
         if normalize:
             found /= max(float(np.linalg.norm(found)), _NORM_FLOOR)

@@ -188,6 +188,8 @@ def test_what_cannot_be_is_the_users_to_mend(
 def test_refusals_import_no_torch() -> None:
     code = """
 import sys
+import kvant.cli.main
+assert not {"numpy", "http.client"} & set(sys.modules), "every command would pay for them"
 from typer.testing import CliRunner
 import typer
 from kvant.cli.generate import generate

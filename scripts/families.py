@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compares every decoder family of the installed transformers with Kvant, and writes which ones ran.
 
-    python -m scripts.families            all families, about ten minutes on two cores
+    python -m scripts.families            all families, about an hour on one core
     python -m scripts.families NAME ..    these families; the other entries stay
 
 It builds a tiny random model of each family (tests/models/families.py), takes greedy tokens and
-logits from transformers and from Kvant, and writes
+logits from transformers and from Kvant, in float32 and float64, and writes
 
     docs/models.json                      the whole record
     docs/models.md                        a table for readers
@@ -15,7 +15,6 @@ logits from transformers and from Kvant, and writes
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.models.families import ALL_EQUAL, FAMILIES, NO_DECODERS, Compared, compare
+from tests.models.families import ALL_EQUAL, FAMILIES, NO_DECODERS, Compared, Ran, compare
 
 from kvant.models.geometry.families import is_listed
 
@@ -51,7 +50,7 @@ def write(entries: dict[str, Any]) -> None:
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "transformers": version("transformers"),
         "torch": version("torch"),
-        "tokens": ALL_EQUAL[0],
+        "tokens": ALL_EQUAL,
         "no_decoders": sorted(NO_DECODERS),
         "families": entries,
     }
@@ -69,11 +68,17 @@ def _entry(name: str, found: Compared) -> dict[str, Any]:
         "geometry": "config" if is_listed(name) else "probed",
         "forward": found.forward,
         "attention": list(found.kinds),
-        "equal_tokens": list(found.equal),
-        "logits_error": None
-        if math.isnan(found.logits_error)
-        else float(f"{found.logits_error:.1e}"),
-        "distinct_tokens": found.distinct,
+        **{dtype.value: _ran(ran) for dtype, ran in found.ran.items()},
+    }
+
+
+def _ran(ran: Ran) -> dict[str, Any]:
+    return {
+        "equal_tokens": ran.equal,
+        "hit_tokens": ran.hits,
+        "preemptions": ran.preemptions,
+        "logits_error": float(f"{ran.logits_error:.1e}"),
+        "distinct_tokens": ran.distinct,
     }
 
 
@@ -91,10 +96,13 @@ def page(record: dict[str, Any]) -> str:
         "",
         f"{len(runs)} of {len(entries)} decoder families in transformers run. Each was built as a tiny "
         "random model with windows",
-        "smaller than the prompts. Four prompts ran batched, whole and in pieces of seven tokens, in "
-        "float32 on a CPU.",
-        f"A family is served only if all {record['tokens']} greedy tokens and the logits equal those of "
-        "transformers.",
+        "smaller than the prompts. Four prompts ran batched: whole, in pieces of seven tokens, from the "
+        "prefix cache, and with",
+        "preemptions, in float32 and in float64 on a CPU. A family is served only if all "
+        f"{record['tokens']} greedy tokens of each of",
+        "these eight runs, and the logits, equal those of transformers in the same dtype "
+        "([record](models.json)).",
+        "In float32, tokens whose logits differ by less than 1e-5 of the largest count as equal.",
         "",
         "- `config`: Kvant reads the geometry from config.json. `probed`: Kvant takes it from transformers' "
         "own forward.",

@@ -7,11 +7,13 @@ it needs beside them the entries of `_EXTRA`. Towers of multimodal models keep o
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -22,16 +24,20 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from kvant import LLM, SamplingParams
 from kvant.attention.reference.backend import backend
 from kvant.errors import ConfigError, EngineFault
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.geometry import Attention, ModelGeometry
+from kvant.models import read_shape
 from kvant.models.classes import auto_class
 from kvant.models.geometry import read_geometry
 from kvant.models.geometry.families import is_listed
 from kvant.models.loaded import LoadedModel
 from kvant.models.probe import probe
 from kvant.models.quiet import quiet_transformers
+from kvant.scheduling import kept_states
+from kvant.scheduling.row_table import HeldPages
 from tests.attention import driver
 from tests.models import loading
 
@@ -39,8 +45,15 @@ WINDOW = 12
 NUM_TOKENS = 24
 PROMPTS = ([3, 17, 5, 90, 41], [7], list(range(20, 43)), [(7 * i) % 97 + 3 for i in range(40)])
 CHUNKS = (1000, 7)
-LOGITS_BOUND = 1e-3
-"""Largest difference of logits over their largest number: float32 sums in other orders."""
+PAGE_SIZE = 4
+LONGEST = 64
+"""Tokens of the longest prompt and its answer."""
+LOGITS_BOUND = {ComputeDtype.FLOAT32: 1e-3, ComputeDtype.FLOAT64: 1e-4}
+"""Largest difference of logits over their largest number.
+
+float32: sums in other orders. float64: keys, values and states pass through float32, and transformers' own
+norms and delta rules compute in it.
+"""
 
 _MOST_WEIGHTS = 500_000_000
 
@@ -100,6 +113,7 @@ _ROTARY_IN_THREE_OF_64 = {
         "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64,
     }
 }  # fmt: skip
+_STARTS_OF_MEDIA = {"vision_start_token_id": 101, "audio_start_token_id": 102}
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
 }  # fmt: skip
@@ -139,7 +153,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     ),
     "mistral4": {"num_key_value_heads": 4, "qk_nope_head_dim": 8},
     **dict.fromkeys(
-        ("ernie4_5_vl_moe", "glm4v_moe", "paddleocr_vl", "qwen2_5_omni_thinker", "qwen2_5_vl",
+        ("ernie4_5_vl_moe", "glm4v_moe", "paddleocr_vl", "qwen2_5_vl",
          "qwen2_vl"), _ROTARY_IN_THREE,
     ),
     **dict.fromkeys(("glm46v", "glm4v", "glm_ocr", "glmga"), _ROTARY_IN_THREE_OF_64),
@@ -161,6 +175,15 @@ _EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     "codegen": {"rotary_dim": 8},
+    "emu3": {
+        "vocabulary_map": {"<image>": 100},
+        "vq_config": {
+            "base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "embed_dim": 32,
+            "latent_channels": 32, "codebook_size": 8, "attn_resolutions": [],
+        },
+    },
+    "qwen2_5_omni_thinker": {**_ROTARY_IN_THREE, **_STARTS_OF_MEDIA},
+    "qwen3_omni_moe_thinker": _STARTS_OF_MEDIA,
     "cohere_compass": {
         "text_config": _PER_KIND, "vision_config": {**_SMALL_QWEN_TOWER, "deepstack_visual_indexes": [0]},
     },
@@ -237,6 +260,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "kimi_linear": {"layer_types": _LINEAR, "linear_num_heads": 4, "linear_head_dim": 16,
         "num_key_value_heads": 4},
     "kimi_k25": {"text_config": _LATENT},
+    "minimax": {"layer_types": _LINEAR, "block_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"] * 2}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -257,28 +281,62 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "olmo3": {"layer_types": _ALTERNATING},
     "qwen4_exp": {"text_config": _INDEXED},
     "qwen4_exp_text": _INDEXED,
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_d_state": 16,
+        "mamba_ngroups": 1,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
+
+
+TIE = {ComputeDtype.FLOAT32: 1e-5, ComputeDtype.FLOAT64: 0.0}
+"""Two logits are tied if they differ by no more than this share of the largest: float32 cannot tell them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a family fared in one dtype, beside transformers in the same dtype.
+
+    whole, pieces, cached, preempted: greedy tokens that are transformers': generate's, or else what the
+    forward without a cache chooses or ties with it. All prompts ran batched: whole; in pieces; once more,
+    from the prefix cache; and while they lose their pages. A quick comparison leaves the last two out: None.
+    hits: prompt tokens from the cache. preemptions: how often a sequence lost its pages. logits_error:
+    largest difference over the largest logit. distinct: different tokens among transformers'.
+    """
+
+    forward: str | None
+    whole: int
+    pieces: int
+    logits_error: float
+    distinct: int
+    cached: int | None = None
+    preempted: int | None = None
+    hits: int = 0
+    preemptions: int = 0
+
+    @property
+    def equal(self) -> dict[str, int]:
+        """Equal tokens of every way in which it ran."""
+        ways = ("whole", "pieces", "cached", "preempted")
+        return {way: getattr(self, way) for way in ways if getattr(self, way) is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
     """How a family fared.
 
-    equal: greedy tokens that are transformers', for each of `CHUNKS`: generate's, or else what the
-    forward without a cache chooses.
-
-    logits_error: largest difference over the largest logit. forward: what ran it, None for nothing.
-    why: the reason for which it is not served, None if it is.
+    ran: by dtype; empty if nothing ran. why: the reason for which it is not served, None if it is.
     """
 
     geometry: ModelGeometry | None
-    forward: str | None
-    equal: tuple[int, ...]
-    logits_error: float
-    distinct: int
+    ran: Mapping[ComputeDtype, Ran]
     why: str | None
+
+    @property
+    def forward(self) -> str | None:
+        """What ran it in float32, None for nothing."""
+        found = self.ran.get(ComputeDtype.FLOAT32)
+        return None if found is None else found.forward
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -287,7 +345,8 @@ class Compared:
         return tuple(kind.value for kind in Attention if any(x.attention is kind for x in layers))
 
 
-ALL_EQUAL = (NUM_TOKENS * len(PROMPTS),) * len(CHUNKS)
+ALL_EQUAL = NUM_TOKENS * len(PROMPTS)
+"""Greedy tokens of one way to run."""
 
 
 OLDEST = {"nemotron_h": (5, 23)}
@@ -357,58 +416,143 @@ def build(name: str, directory: Path) -> Mapping[str, Any]:
     return said
 
 
-def compare(name: str, directory: Path) -> Compared:
-    """Run a family through Kvant and through transformers; everything that goes wrong is a reason."""
+def compare(name: str, directory: Path, *, quick: bool = False) -> Compared:
+    """Run a family through Kvant and through transformers; everything that goes wrong is a reason.
+
+    quick: in float32 alone, and without the engine's cache and preemptions.
+    """
     try:
         with quiet_transformers():
             config = build(name, directory)
     except ImportError as fault:
         return _refused(
-            None, f"transformers needs a package that is not installed: {_short(fault)}"
+            None, f"transformers needs a package that is not installed: {_missing(fault)}"
         )
     except Exception as fault:  # each class has its own rules for sizes
         return _refused(None, f"no tiny model was made to compare: {_short(fault)}")
     try:
-        return _compare(name, directory, config)
+        return _compare(name, directory, config, quick=quick)
     finally:
         shutil.rmtree(directory)
 
 
-def _compare(name: str, directory: Path, config: Mapping[str, Any]) -> Compared:
+def _compare(name: str, directory: Path, config: Mapping[str, Any], *, quick: bool) -> Compared:
     try:
         geometry = read_geometry(config) if is_listed(name) else probe(config).geometry
     except ConfigError as refusal:
         return _refused(None, refusal.why)
     if geometry.not_runnable is not None:
         return _refused(geometry, geometry.not_runnable)
+    ran: dict[ComputeDtype, Ran] = {}
+    for dtype in [ComputeDtype.FLOAT32] if quick else LOGITS_BOUND:
+        found = _ran(name, directory, geometry, dtype, quick=quick)
+        if isinstance(found, str):
+            return Compared(geometry, ran, found)
+        ran[dtype] = found
+        wrong = [
+            f"{way}: {equal} of {ALL_EQUAL}"
+            for way, equal in found.equal.items()
+            if equal != ALL_EQUAL
+        ]
+        if not found.logits_error < LOGITS_BOUND[dtype]:
+            wrong.append(f"logits within {found.logits_error:.0e}")
+        if wrong:
+            why = f"its greedy tokens are not transformers' in {dtype.value} ({'; '.join(wrong)})"
+            return Compared(geometry, ran, why)
+    return Compared(geometry, ran, None)
+
+
+def _ran(
+    name: str, directory: Path, geometry: ModelGeometry, dtype: ComputeDtype, *, quick: bool
+) -> Ran | str:
+    """How a family fares in a dtype, or why it does not run."""
     try:
-        expected, logits = _transformers(directory)
+        expected, logits = _transformers(directory, dtype)
     except Exception as fault:  # whatever its code makes of a text without an image
-        return _refused(
-            geometry, f"transformers itself does not run its tiny model: {_short(fault)}"
-        )
-    plan = driver.plan(geometry.layers, KVDtype.FLOAT32)
+        return f"transformers itself does not run its tiny model: {_short(fault)}"
+
+    def count(texts: Sequence[Sequence[int]]) -> int:
+        same = _num_equal(texts, expected)
+        # A few families' generate contradicts their own forward over the whole text.
+        return same if same == ALL_EQUAL else _num_chosen(directory, texts, dtype)
+
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=dtype)
     try:
         model = loading.load(directory, plan, geometry)
-    except ConfigError as refusal:
-        return _refused(geometry, refusal.why)
-    equal = []
-    try:
-        for chunk in CHUNKS:
-            found = driver.greedy(
-                model, driver.pool(plan, 60), backend(), PROMPTS, NUM_TOKENS, chunk=chunk
+        whole, pieces = (
+            count(
+                driver.greedy(
+                    model, driver.pool(plan, 60), backend(), PROMPTS, NUM_TOKENS, chunk=chunk
+                )
             )
-            same = _num_equal(found, expected)
-            # A few families' generate contradicts their own forward over the whole text.
-            equal.append(same if same == ALL_EQUAL[0] else _num_chosen(directory, found))
+            for chunk in CHUNKS
+        )
         error = _error(_logits(model), logits)
-    except EngineFault as fault:
-        return _refused(geometry, str(fault))
-    why = None
-    if tuple(equal) != ALL_EQUAL or not error < LOGITS_BOUND:
-        why = f"{min(equal)} of {ALL_EQUAL[0]} greedy tokens and logits within {error:.0e} are transformers'"
-    distinct = len({token for text in expected for token in text})
-    return Compared(geometry, model.choice.name, tuple(equal), error, distinct, why)
+        distinct = len({token for text in expected for token in text})
+        ran = Ran(model.choice.name, whole, pieces, error, distinct)
+        return ran if quick else _served(ran, name, directory, dtype, count)
+    except (ConfigError, EngineFault) as fault:
+        return fault.why if isinstance(fault, ConfigError) else str(fault)
+
+
+def _served(
+    ran: Ran,
+    name: str,
+    directory: Path,
+    dtype: ComputeDtype,
+    count: Callable[[Sequence[Sequence[int]]], int],
+) -> Ran:
+    """Adds what the engine gives from its cache, and with preemptions."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    said = json.loads((directory / "config.json").read_text())["model_type"]  # gpt-sw3's is gpt2
+
+    def run(llm: LLM, salt: str = "") -> tuple[int, int]:
+        found = llm.generate(PROMPTS, params, salt=salt)
+        llm.engine.audit()
+        equal = count([result.token_ids for result in found])
+        return equal, sum(result.num_cached_tokens for result in found)
+
+    with (
+        patch.object(read_shape, "compared", lambda: {name: None, said: None}),
+        patch.object(kept_states, "LEAST_TOKENS", 1),  # these prompts are short
+    ):
+        llm = LLM(
+            directory, device="cpu", dtype=dtype.value, kv_cache_dtype="float32", page_size=PAGE_SIZE,
+            max_model_len=LONGEST, max_num_seqs=len(PROMPTS), max_num_batched_tokens=16,
+            kv_cache_memory="64MiB",
+        )  # fmt: skip
+        first, _ = run(llm)
+        again, hits = run(llm)
+        with (
+            patch.object(HeldPages, "extend_all", lambda *_: False),
+            patch.object(HeldPages, "extend", _failing(HeldPages.extend)),
+        ):
+            preempted, _ = run(llm, salt="finds no page of the others")
+    return replace(
+        ran, cached=min(first, again), preempted=preempted, hits=hits,
+        preemptions=llm.engine.stats.num_preemptions,
+    )  # fmt: skip
+
+
+def _failing(extend: Callable[..., bool]) -> Callable[..., bool]:
+    """HeldPages.extend, which finds no page in three of eight calls: the youngest sequences lose their pages.
+
+    A pool that is too small does not do it for every family: one superblock may hold all texts.
+    """
+    calls = 0
+
+    def fails(self: HeldPages, sequence: Any, count: int) -> bool:
+        nonlocal calls
+        calls += 1
+        return calls % 8 > 2 and extend(self, sequence, count)
+
+    return fails
+
+
+def _missing(fault: ImportError) -> str:
+    """The package that an import lacks, from its name or from transformers' words."""
+    words = re.search(r"requires the (\w+) library", str(fault))
+    return words[1] if words else fault.name or _short(fault)
 
 
 def _short(fault: Exception) -> str:
@@ -416,7 +560,7 @@ def _short(fault: Exception) -> str:
 
 
 def _refused(geometry: ModelGeometry | None, why: str) -> Compared:
-    return Compared(geometry, None, (), float("nan"), 0, why)
+    return Compared(geometry, {}, why)
 
 
 def _num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
@@ -425,26 +569,30 @@ def _num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
     )
 
 
-def _num_chosen(directory: Path, texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens of these texts transformers' forward without a cache would choose as well."""
-    model, count = _eager(directory), 0
+def _num_chosen(directory: Path, texts: Sequence[Sequence[int]], dtype: ComputeDtype) -> int:
+    """How many tokens of these texts transformers' forward without a cache would choose as well, or ties."""
+    model, count = _eager(directory, dtype), 0
     with quiet_transformers(), torch.no_grad():
         for prompt, text in zip(PROMPTS, texts, strict=True):
             ids = torch.tensor([[*prompt, *text]])
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
-            chosen = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-            count += sum(a == b for a, b in zip(chosen, text, strict=True))
+            logits = logits[len(prompt) - 1 : -1]
+            least = logits.amax(-1) - TIE[dtype] * logits.abs().amax(-1)
+            count += int((logits[range(len(text)), text] >= least).sum())
     return count
 
 
-def _eager(directory: Path) -> Any:
+def _eager(directory: Path, dtype: ComputeDtype = ComputeDtype.FLOAT32) -> Any:
     """transformers' own model with eager attention."""
     said = json.loads((directory / "config.json").read_text())
     with quiet_transformers():
         config = CONFIG_MAPPING[said["model_type"]].from_pretrained(directory)
-        return auto_class(config).from_pretrained(
-            directory, attn_implementation="eager", dtype=torch.float32
+        model = auto_class(config).from_pretrained(
+            directory, attn_implementation="eager", dtype=getattr(torch, dtype.value)
         )
+        if dtype is ComputeDtype.FLOAT64:
+            model.set_experts_implementation("eager")  # the others have no float64
+        return model
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
@@ -459,9 +607,11 @@ def _logits(model: LoadedModel) -> Tensor:
     return model.forward(ids, call, torch.arange(len(ids)))
 
 
-def _transformers(directory: Path) -> tuple[list[list[int]], Tensor]:
+def _transformers(
+    directory: Path, dtype: ComputeDtype = ComputeDtype.FLOAT32
+) -> tuple[list[list[int]], Tensor]:
     """Greedy texts of `PROMPTS`, one at a time, and logits of the longest prompt; eager attention."""
-    model = _eager(directory)
+    model = _eager(directory, dtype)
     with quiet_transformers(), torch.no_grad():
         model.generation_config.eos_token_id = None  # texts go on to their full length
         model.generation_config.pad_token_id = 0

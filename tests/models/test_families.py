@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.families import is_listed
 from kvant.models.read_shape import compared
 from tests.models import families
@@ -35,6 +36,7 @@ FAST = (
     "bamba",  # Mamba2
     "kimi_linear",  # keys that decay each by itself, latent attention
     "jamba",  # Mamba1
+    "minimax",  # linear attention whose decays are fixed
     "lfm2",  # convolutions alone
     "nemotron_h",  # layers that mix no tokens
     "olmo_hybrid",  # gated delta nets
@@ -46,10 +48,26 @@ def test_a_probed_family_gives_the_tokens_of_transformers(name: str, tmp_path: P
     if too_old(name):
         pytest.skip(f"{name} needs a newer transformers")
     assert not is_listed(name)
+    found = compare(name, tmp_path / "model", quick=True)
+    assert found.why is None
+    ran = found.ran[ComputeDtype.FLOAT32]
+    assert set(ran.equal.values()) == {ALL_EQUAL}
+    assert ran.logits_error < LOGITS_BOUND[ComputeDtype.FLOAT32]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "gemma2", pytest.param("lfm2", marks=pytest.mark.slow)],
+)
+def test_both_dtypes_the_cache_and_preemptions_give_them_too(name: str, tmp_path: Path) -> None:
     found = compare(name, tmp_path / "model")
     assert found.why is None
-    assert found.equal == ALL_EQUAL
-    assert found.logits_error < LOGITS_BOUND
+    assert set(found.ran) == set(LOGITS_BOUND)
+    for dtype, ran in found.ran.items():
+        assert ran.equal == dict.fromkeys(("whole", "pieces", "cached", "preempted"), ALL_EQUAL)
+        assert ran.logits_error < LOGITS_BOUND[dtype]
+        assert ran.hits
+        assert ran.preemptions
 
 
 @pytest.mark.parametrize(
@@ -57,8 +75,10 @@ def test_a_probed_family_gives_the_tokens_of_transformers(name: str, tmp_path: P
     [
         ("zaya", "recurrent or convolution states"),
         ("deepseek_v32", "indices"),
-        ("llama4_text", "mask"),
+        ("llama4_text", "chunks"),
         ("diffllama", "more than once"),
+        ("glm5_next", "mask"),
+        ("zamba2", "index of a layer"),
         ("bloom", "takes no positions"),
         ("gptj", "does not go through transformers' interface"),
         ("paligemma", "not causal"),
@@ -90,7 +110,7 @@ def test_the_record_names_every_family_of_its_release() -> None:
 def test_qwen2_moe_runs_in_the_own_decoder_and_its_windows_in_masks_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = compare("qwen2_moe", tmp_path / "model")
+    found = compare("qwen2_moe", tmp_path / "model", quick=True)
     assert (found.forward, found.why, found.kinds) == ("compiled", None, ("full",))
     extra = {"use_sliding_window": True, "max_window_layers": 4}
     monkeypatch.setitem(families._EXTRA, "qwen2_moe", extra)
@@ -102,8 +122,12 @@ def test_at_least_a_hundred_families_run() -> None:
     for entry in RECORDED.values():
         assert entry["runs"] == (entry["why"] is None)
         if entry["runs"]:
-            assert tuple(entry["equal_tokens"]) == ALL_EQUAL
-            assert entry["logits_error"] < LOGITS_BOUND
+            for dtype, bound in LOGITS_BOUND.items():
+                ran = entry[dtype.value]
+                assert set(ran["equal_tokens"].values()) == {ALL_EQUAL}
+                assert ran["logits_error"] < bound
+                assert ran["hit_tokens"]
+                assert ran["preemptions"]
 
 
 def test_the_package_serves_what_the_record_says() -> None:

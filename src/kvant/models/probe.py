@@ -63,6 +63,11 @@ _WITHOUT_MEANING = frozenset(
     {"position_ids", "cache_position", "output_hidden_states", "use_cache", "logits_to_keep"}
 )
 
+_TECHNIQUES = {
+    "indices": "indices of the keys that each query sees (sparse attention)",
+    "position_bias": "a bias by position",
+}
+"""What keywords of attention stand for."""
 
 _HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "LMHead")
 """Endings of the names of classes that generate text."""
@@ -363,7 +368,7 @@ def _refuse_states(output: Any, record: _Record) -> None:
     }
     others = sorted(kinds - set(_PLAIN_STATES))
     if others:
-        raise _CannotRun(f"it keeps {', '.join(map(_kind_of_state, others))}")
+        raise _CannotRun(f"it keeps {', '.join(dict.fromkeys(map(_kind_of_state, others)))}")
 
 
 def _kind_of_state(name: str) -> str:
@@ -389,6 +394,10 @@ def _window_of(mask: Callable[..., Any], text: PreTrainedConfig) -> int | None:
         seen = torch.as_tensor(mask(0, 0, last, keys)).expand(_FARTHEST)
         beyond = torch.as_tensor(mask(0, 0, last - 1, last))
     except Exception as fault:
+        if getattr(text, "attention_chunk_size", None) is not None:
+            raise _CannotRun(
+                "some of its layers attend in chunks, by a mask of their own"
+            ) from fault
         raise _CannotRun(f"its mask depends on the batch ({type(fault).__name__})") from fault
     if bool(beyond.any()):
         raise _CannotRun("its queries see later tokens: it is no causal decoder")
@@ -474,7 +483,8 @@ def _attend(
     asked = [k for k, v in others.items() if v is not None and v is not False]
     asked = [keyword for keyword in asked if keyword not in _WITHOUT_MEANING]
     if asked:
-        raise _CannotRun(f"{name} asks attention for {', '.join(asked)}")
+        named = (_TECHNIQUES.get(keyword, keyword) for keyword in asked)
+        raise _CannotRun(f"{name} asks attention for {', '.join(named)}")
     if kvant != _MARKER:
         raise _CannotRun(f"{name} gets no keywords of the forward, so no step")
     if is_causal is False or getattr(module, "is_causal", True) is False:

@@ -96,21 +96,40 @@ def wide_rows(data: Any) -> Cells:
     return lines
 
 
+_NARROW = {"k3v3": "K3/V3", "s4": "int4_short", "s4n2": "int4_short/normal2", "n2": "normal2"}
+_WIDE = {"bf16": "bfloat16", "i8": "int8_per_token_head"}
+
+
+def _form(key: str) -> str:
+    """Returns `int4, wide rows in bfloat16` for `int4+bf16 ..`."""
+    name, _, rows_in = key.split(" ")[0].partition("+")
+    return _NARROW.get(name, name) + (f", wide rows in {_WIDE[rows_in]}" if rows_in else "")
+
+
 @table("wide-decode", "h200-wide-decode.json")
 def wide_decode(data: Any) -> Cells:
-    names = {"k3v3": "K3/V3", "s4": "int4_short", "s4n2": "int4_short/normal2", "n2": "normal2"}
-    wide = {"bf16": "bfloat16", "i8": "int8_per_token_head"}
+    before = {
+        key.removesuffix(", base"): one
+        for key, one in data["variants"]["rows"].items()
+        if key.endswith(", base")
+    }
+    lines = [["stored as", "us", "of bfloat16", "before", "of bfloat16"]]
+    for key, one in data["rows"].items():
+        figures = [one, before[key]] if key in before else [one]
+        cells = [text for r in figures for text in (f"{r['us']:.1f}", f"{r['of_bf16']:.3f}x")]
+        lines.append([_form(key), *cells, *([] if key in before else ["-", "-"])])
+    return lines
+
+
+@table("wide-decode-before", "h200-wide-decode.json")
+def wide_decode_before(data: Any) -> Cells:
     lines = [["stored as", "sequences", "tokens", "us", "of bfloat16"]]
-    rows = data["rows"]
+    rows = data["before"]["rows"]
     shapes = list(dict.fromkeys(key.partition(" ")[2] for key in rows))
     for key, r in sorted(rows.items(), key=lambda item: shapes.index(item[0].partition(" ")[2])):
-        name, batch, length, _ = key.split(" ")
-        name, _, rows_in = name.partition("+")
-        shown = names.get(name, name) + (f", wide rows in {wide[rows_in]}" if rows_in else "")
-        lines.append(
-            [shown, batch[1:], f"{int(length[1:]):,}", f"{r['us']:.1f}",
-             f"{r['of_bf16']:.2f}x"]
-        )  # fmt: skip
+        _, batch, length, _ = key.split(" ")
+        figures = f"{r['us']:.1f}", f"{r['of_bf16']:.2f}x"
+        lines.append([_form(key), batch[1:], f"{int(length[1:]):,}", *figures])
     return lines
 
 
@@ -152,6 +171,17 @@ def encoders(data: Any) -> Cells:
     lines = [["keys in", "us a token, heads of 64", "heads of 128"]]
     for name, sizes in data["us_per_token"].items():
         lines.append([name, *(f"{one:.1f}" for one in sizes.values())])
+    return lines
+
+
+@table("encoders-gpu", "h200-encoders.json")
+def encoders_on_a_gpu(data: Any) -> Cells:
+    runs = data["runs"]
+    sizes = [f"{run['tokens']:,} token" + ("s" if run["tokens"] > 1 else "") for run in runs]
+    lines = [["keys in", *(f"{one}, us" for one in sizes)]]
+    for name in runs[0]["us_per_token"]:
+        us = [run["us_per_token"][name]["128"] * run["tokens"] for run in runs]
+        lines.append([name, *(f"{one:.1f}" for one in us)])
     return lines
 
 

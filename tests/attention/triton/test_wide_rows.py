@@ -77,14 +77,23 @@ def test_parts_are_joined_by_either_kernel(
     check(SPLIT, sequences=((100, 1), (64, 1)), wide=rows(4, 20), sinks=True)
 
 
-def test_few_sequences_have_programs_for_wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_rows_of_few_sequences_are_read_by_several_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shares = []
-    own = both_decode._apart
-    monkeypatch.setattr(both_decode, "multiprocessors", lambda device: 8)
-    monkeypatch.setattr(both_decode, "_apart", lambda *a: shares.append(own(*a)) or shares[-1])
-    check(SPLIT, sequences=DECODES, wide=rows(4, 20))
-    check(SPLIT, sequences=(*DECODES, (5, 1)), wide=rows(4, 20))  # three are not few
-    assert shares == [4]
+    launch = both_decode.both_attention
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *given, **named: (
+                shares.append(named["APART"]) or launch[grid](*given, **named)
+            )
+
+    monkeypatch.setattr(both_decode, "both_attention", Watched())
+    monkeypatch.setattr(both_decode, "multiprocessors", lambda device: 1)
+    for sequences in (DECODES[:1], DECODES, (*DECODES, (5, 1), (60, 1))):
+        check(SPLIT, sequences=sequences, wide=rows(4, 20))
+    assert shares == [4, 2, 1]
 
 
 def test_rows_of_released_pages_change_nothing() -> None:

@@ -1,7 +1,7 @@
 """One launch for layers with wide rows, for steps in which every sequence is one block of rows.
 
-Either each program reads its share of the wide form and then of the narrow one, or extra programs read the
-wide form first. The last program of a sequence, or `combine_both`, joins the parts of both forms.
+Programs read the narrow form, and shorter ones behind them the wide form. The last program of a sequence, or
+`combine_both`, joins the parts of both forms.
 """
 
 from __future__ import annotations
@@ -92,11 +92,12 @@ def both_attention(
     WIDE_V: tl.constexpr, WIDE_PAD_V: tl.constexpr, APART: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FULL: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, WIDE_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program item * HEADS + KV head: its share of the wide rows of a sequence, then of the others.
+    """Program item * HEADS + KV head: its share of the narrow rows of a sequence, or of the wide ones.
 
-    APART: 0, or the number of extra programs for wide rows per sequence and KV head, which come first.
+    APART: number of programs for wide rows per sequence and KV head. They come last: they are short, and fill
+    the places that the others leave. WIDE_STAGES: of their loop.
     Arguments without WIDE: as in `paged_attention`, whose NARROW and WIDE forms this reads. Queries are
     causal. partial and partial_lse have slots of the narrow parts of all items first, then of the wide ones.
     """
@@ -108,22 +109,20 @@ def both_attention(
     WIDE_COLUMNS: tl.constexpr = WIDE_V.elements * WIDE_PAD_V
     head = tl.program_id(0) % HEADS
     program = tl.program_id(0) // HEADS
-    num_wide = num_seqs * APART
-    num_items = tl.num_programs(0) // HEADS - num_wide
-    item = program - num_wide  # negative for a program that reads wide rows only
+    num_items = tl.num_programs(0) // HEADS - num_seqs * APART
+    extra = program - num_items  # negative for a program that reads narrow rows
     per_split = least
-    is_narrow = item >= 0
     if not LISTED:
         per_split = tiles_per_split(cu_seqlens_q, seqlens_kv, num_seqs, 0, target, least,
                                     GROUP, ROWS, TILE, True, False, True, LANES)  # fmt: skip
-    if APART == 0 or is_narrow:
+    if extra < 0:
         if LISTED:
-            seq, first, splits = listed(items, item)
+            seq, first, splits = listed(items, program)
         else:
-            seq, first, splits = find_item(item, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
+            seq, first, splits = find_item(program, per_split, cu_seqlens_q, seqlens_kv, num_seqs, 0,
                                            GROUP, ROWS, TILE, True, False, LANES)  # fmt: skip
     else:
-        mine = program // APART
+        mine = extra // APART
         if LISTED:
             seq = mine
             first = 0 * program
@@ -136,7 +135,7 @@ def both_attention(
     if AHEAD and EARLY:
         gdc_wait()
     if JOIN > 0:  # tokens of no sequence get zeros
-        clear(out, tl.load(cu_seqlens_q + num_seqs) + program, num_tokens, num_items + num_wide,
+        clear(out, tl.load(cu_seqlens_q + num_seqs) + program, num_tokens, tl.num_programs(0) // HEADS,
               head, GROUP, HEADS, HEAD_V, COLUMNS)  # fmt: skip
     if seq < 0:
         return
@@ -144,62 +143,36 @@ def both_attention(
     num_queries = tl.load(cu_seqlens_q + seq + 1) - first_token
     length = tl.load(seqlens_kv + seq)
     there = tl.arange(0, ROWS) // GROUP < num_queries
-    if APART > 0:
-        first_wide = num_items + seq * APART
-        share = program % APART
-        shares = APART
-        if is_narrow:
-            o, lse = attend_item(
-                q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts,
-                page_units, k_outer, v_outer, None, page_table, max_pages, seq, first_token, num_queries,
-                length, head, 0, item - first, splits, per_split, softmax_scale, cap, 0, sink, recent,
-                GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
-                True, False, SOFTCAP, False, FULL, False, False, PTX, NARROW,
-            )  # fmt: skip
-            slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
-            _store_part(partial, partial_lse, slot, o, lse, there, COLUMNS, HEAD_V)
-        else:
-            o, lse = attend_item(
-                wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
-                wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
-                None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length,
-                head, 0,
-                share, shares, per_split, softmax_scale, cap, recent, sink, recent,
-                GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
-                0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE,
-            )  # fmt: skip
-            slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
-            _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
-    else:
-        first_wide = num_items + first
-        share = item - first
-        shares = splits
+    first_wide = num_items + seq * APART
+    if extra < 0:
         o, lse = attend_item(
-            wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
-            wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
-            None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length, head, 0,
-            share, shares, per_split, softmax_scale, cap, recent, sink, recent,
-            GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
-            0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE,
-        )  # fmt: skip
-        slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
-        _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
-        o, lse = attend_item(
-            q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts, page_units,
-            k_outer, v_outer, None, page_table, max_pages, seq, first_token, num_queries, length, head, 0,
-            item - first, splits, per_split, softmax_scale, cap, 0, sink, recent,
+            q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts,
+            page_units, k_outer, v_outer, None, page_table, max_pages, seq, first_token, num_queries,
+            length, head, 0, program - first, splits, per_split, softmax_scale, cap, 0, sink, recent,
             GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
             True, False, SOFTCAP, False, FULL, False, False, PTX, NARROW,
         )  # fmt: skip
-        slot = (item.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+        slot = (program.to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
         _store_part(partial, partial_lse, slot, o, lse, there, COLUMNS, HEAD_V)
+    else:
+        share = extra % APART
+        o, lse = attend_item(
+            wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
+            wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
+            None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length,
+            head, 0, share, APART, per_split, softmax_scale, cap, recent, sink, recent,
+            GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
+            0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE, False, WIDE_STAGES,
+        )  # fmt: skip
+        slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
+        _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
     if JOIN > 0:
         tl.debug_barrier()
         arrived_before = tl.atomic_add(arrived + first * HEADS + head, 1, sem="acq_rel")
         if arrived_before == splits + APART - 1:
             r = tl.arange(0, JOIN)
             _join_both(
-                partial, partial_lse, sinks, out, first, splits, first_wide, shares, first_token,
+                partial, partial_lse, sinks, out, first, splits, first_wide, APART, first_token,
                 r, r // GROUP < num_queries, head,
                 GROUP, HEADS, HEAD_V, COLUMNS, ROWS, JOIN, AT_ONCE, SINKS, V.rotated,
             )  # fmt: skip
@@ -241,17 +214,12 @@ def combine_both(
             tl.store(out + at, tl.zeros((PAD,), out.dtype.element_ty), mask=c < HEAD_V)
         return
     first_token = tl.load(cu_seqlens_q + seq)
-    if APART > 0:
-        first_wide = num_items + seq * APART
-        shares = APART
-    else:
-        first_wide = num_items + first
-        shares = splits
+    first_wide = num_items + seq * APART
     for i in range(per_program):
         head = (first_head + i) // GROUP
         r = (token - first_token) * GROUP + (first_head + i) % GROUP + tl.arange(0, 1)
         _join_both(
-            partial, partial_lse, sinks, out, first, splits, first_wide, shares, first_token,
+            partial, partial_lse, sinks, out, first, splits, first_wide, APART, first_token,
             r, r >= 0, head,
             GROUP, HEADS, HEAD_V, PAD, ROWS, 1, AT_ONCE, SINKS, ROTATED,
         )  # fmt: skip

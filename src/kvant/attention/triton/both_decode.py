@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step
-from kvant.attention.launching import Shape, outer
+from kvant.attention.launching import outer
 from kvant.attention.triton.both import both_attention, combine_both
 from kvant.attention.triton.cut import Cut, cut_step, heads_joined_at_once
 from kvant.attention.triton.format import format_of
@@ -30,7 +30,11 @@ _ROWS = 16
 """Maximum query rows per sequence and KV head: more rows take two launches."""
 
 _MOST_APART = 4
-"""Maximum number of extra programs for the wide rows of one block of rows."""
+"""Maximum number of programs for the wide rows of one block of rows."""
+
+_WIDE_TILE, _WIDE_STAGES = 16, 3
+"""Tokens in a tile of wide rows, and stages of their loop. Tiles of 32 without stages took longer on an H200:
+228 us instead of 214 for 64 sequences of 8,192 tokens in int4, all in the programs that read narrow rows."""
 
 
 def serves(cache: LayerCache, step: Step) -> bool:
@@ -82,12 +86,11 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
     wide_step = step.of(cache.wide_group)
     out = q.new_empty(tokens, q_heads, head_v)
     blocks = num_seqs * heads
-    few = blocks * _MOST_APART <= sms
-    apart = _apart(shape, blocks, sms) if few or 8 in (k.elements, v.elements) else 0
+    # One for 64 sequences, because it hides behind their narrow rows; more for fewer sequences.
+    apart = max(1, min(_MOST_APART, shape.programs * sms // (2 * blocks)))
     programs = cut.items + num_seqs * apart
-    slots = programs if apart else 2 * cut.items
-    partial = q.new_empty((slots, heads, shape.rows, head_v), dtype=torch.float32)
-    partial_lse = q.new_empty((slots, heads, shape.rows), dtype=torch.float32)
+    partial = q.new_empty((programs, heads, shape.rows, head_v), dtype=torch.float32)
+    partial_lse = q.new_empty((programs, heads, shape.rows), dtype=torch.float32)
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
     both_attention[(heads * programs,)](
         narrow_q, narrow_q.stride(0), narrow_q.stride(1), *words(cache.k, k), *words(cache.v, v),
@@ -103,11 +106,11 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         GROUP=group, HEADS=heads, PAGE=cache.page_size, ROWS=shape.rows, TILE=shape.tile,
         HEAD_K=head_k, HEAD_V=head_v, K=k, PAD_K=pad(head_k, k), V=v, PAD_V=pad(head_v, v),
         K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
-        WIDE_TILE=min(32, shape.tile), WIDE_K=wide_k, WIDE_PAD_K=pad(head_k, wide_k),
+        WIDE_TILE=_WIDE_TILE, WIDE_K=wide_k, WIDE_PAD_K=pad(head_k, wide_k),
         WIDE_V=wide_v, WIDE_PAD_V=pad(head_v, wide_v), APART=apart,
         SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None, FULL=full, LISTED=cut.listed,
         PTX=has_ptx(device), JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
-        EARLY=cut.early, LANES=lanes(num_seqs),
+        EARLY=cut.early, LANES=lanes(num_seqs), WIDE_STAGES=_WIDE_STAGES,
         num_warps=shape.warps, num_stages=shape.stages, **options, **ahead(device),
     )  # fmt: skip
     if not cut.join:
@@ -144,16 +147,6 @@ def _combine(
         LISTED=cut.listed, ROTATED=rotated, EARLY=cut.early, LANES=lanes(cut.num_seqs),
         num_warps=warps, **ahead(out.device),
     )  # fmt: skip
-
-
-def _apart(shape: Shape, blocks: int, multiprocessors: int) -> int:
-    """Returns the number of extra programs for the wide rows of a block, so that all programs run at once.
-
-    With words of eight elements, an H200 reads both forms faster in separate programs (190 us instead of 219
-    for 64 sequences of 8,192 tokens in int4_short/normal2), with others slower (236 instead of 221). A single
-    sequence is split often, and each part would have few wide rows: 20 us instead of 28 with extra programs.
-    """
-    return min(_MOST_APART, max(1, shape.programs * multiprocessors // blocks))
 
 
 def _prepared(q: Tensor, *, rotated: bool) -> Tensor:

@@ -336,7 +336,7 @@ def attend_item(
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr, FORM: tl.constexpr,
-    WAIT: tl.constexpr = False,
+    WAIT: tl.constexpr = False, STAGES: tl.constexpr = 1,
 ):  # fmt: skip
     """Returns rows [ROWS, E * PAD_V] of one item, divided by their sums; log-sum-exp [ROWS] in base 2.
 
@@ -479,7 +479,7 @@ def attend_item(
         at = tl.where(before > 0, before_from, masked_from)
         acc, top, den, zeros, reference, _ = state
         state = (acc, top, den, zeros, reference, page_ids(pages, at, end, TILE, PAGE))
-        for i in tl.range(0, count, num_stages=1):
+        for i in tl.range(0, count, num_stages=STAGES):
             at = tl.where(i < before, before_from + i * TILE, masked_from + (i - before) * TILE)
             next_at = tl.where(
                 i + 1 < before, before_from + (i + 1) * TILE, masked_from + (i + 1 - before) * TILE

@@ -149,6 +149,20 @@ def evaluated(data: Any) -> Cells:
     return lines
 
 
+@table("eval-gpu", "h200-eval-part.json")
+def evaluated_on_a_gpu(data: Any) -> Cells:
+    lines = [["KV format", "B/token", "mean KL", "its standard error", "99 %", "same top token", "PPL ratio",
+              "decoded: mean KL"]]  # fmt: skip
+    for name, one in data["formats"].items():
+        kl = f"{one['kld_mean']:.5f}", f"{one['kld_mean_error']:.5f}", f"{one['kld_p99']:.5f}"
+        top = percent(one["same_top"], digits=1)
+        lines.append(
+            [name, f"{one['bytes_per_token']:,}", *kl, top, f"{one['ppl_ratio']:.4f}",
+             f"{one['decode']['kld_mean']:.5f}"]
+        )  # fmt: skip
+    return lines
+
+
 @table("reasoning", "smollm2-reasoning.json")
 def reasoning(data: Any) -> Cells:
     lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import signal
 import subprocess
@@ -16,10 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvant.errors import NotServable
-from kvant.kv.identity import PageIdentity
+from kvant.kv.identity import SCHEME, PageIdentity
 from kvant.kv.offload.files import FileQueue
 from kvant.kv.offload.moves import Bell, Key
 from kvant.kv.offload.page_files import BadPage, PageFiles, checksum
+from kvant.kv.pages import CacheIdentity, page_hash, root_hash
 
 IDENTITY = PageIdentity("w", "stored", "f", "s", "r", "l", "none", "")
 DATA = bytes(range(256)) * 4
@@ -49,6 +51,23 @@ def test_a_page_comes_back_as_it_was_written(files: PageFiles) -> None:
     assert read(files, 1) == DATA
     with pytest.raises(FileNotFoundError):
         read(files, 2)
+
+
+def test_a_later_version_finds_the_files_of_this_one(tmp_path: Path) -> None:
+    """If the name or the bytes of a file change, `kvant.kv.identity.SCHEME` must change, too."""
+    assert SCHEME == 1
+    files = PageFiles(tmp_path, replace(IDENTITY, byte_order="little"), 1 << 20)
+    root = root_hash(CacheIdentity("model", None, "plan"), salt="salt")
+    name = page_hash(page_hash(root, range(16)), range(16, 32))
+    files.write(0, name, memoryview(DATA), checksum(memoryview(DATA)))
+    path = files.path(0, name)
+    assert str(path.relative_to(tmp_path)) == (
+        "8e208e1dd61ab07f375d36f882ca4cda/a7/"
+        "a7454950a5dc304087a89a6774ed600225319e3f12f4976d2b8931896035fbf9.0"
+    )
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == (
+        "d783b0a744fa3cc0e3b0287f4408ab703b6cf00a7628ef39ad149c323c3b49d3"
+    )
 
 
 def test_writers_of_one_number_do_not_share_a_temporary_file(

@@ -20,6 +20,28 @@ def agents(run: Any) -> Cells:
     return lines
 
 
+@table("cpu-break-even", "cpu-break-even.json")
+def break_even(run: Any) -> Cells:
+    lines = [
+        [
+            "tokens",
+            "format",
+            "bytes a token",
+            "computed, s",
+            "restored, s",
+            "restored over computed",
+        ]
+    ]
+    for row in run["rows"]:
+        (name,) = row["formats"]
+        seconds = (statistics.median(row[f"{how}_seconds"]) for how in ("computed", "restored"))
+        lines.append(
+            [f"{row['context']:,}", name, f"{row['bytes_per_token']:,}",
+             *(f"{one:.3f}" for one in seconds), f"{row['ratio']:.2f}"]
+        )  # fmt: skip
+    return lines
+
+
 @table("h200-restore", "h200-offload-restore.json")
 def restores(run: Any) -> Cells:
     gaps = run["gaps"]

@@ -93,7 +93,7 @@ class Step:
 def through(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
     """Returns the step with the page tables and slots of the second and later groups.
 
-    others: for each such group, page_table [num_seqs, max_pages] and slot_mapping [T], as in `Step`.
+    others: for each such group, page_table [num_seqs, max_pages] int32 and slot_mapping [T] int64.
     """
     if not others:
         return step
@@ -119,7 +119,7 @@ class AttentionParams:
 
 
 class AttentionBackend(Protocol):
-    """Writes rows into pages and attends over decoded pages."""
+    """Writes rows into pages and attends over decoded pages. q, k, v and results have the compute dtype."""
 
     name: str
 
@@ -139,7 +139,10 @@ class AttentionBackend(Protocol):
 
 
 Expand = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Makes keys [m, heads, head_dim] and values [m, heads, head_dim_v] from stored latents [m, width]."""
+"""Makes keys [m, heads, head_dim] and values [m, heads, head_dim_v] from stored latents [m, width].
+
+All have the compute dtype.
+"""
 
 
 @runtime_checkable
@@ -164,7 +167,7 @@ class ExpandingBackend(Protocol):
     ) -> None:
         """Attends with q [T, num_q_heads, head_dim] to expanded rows; writes rows of `step.long` in out.
 
-        out: [T, num_q_heads, head_dim_v].
+        out: [T, num_q_heads, head_dim_v], in the dtype of q.
         """
         ...
 
@@ -208,7 +211,7 @@ class RotatingWriter(Protocol):
         """Returns rotated q [T, num_q_heads, head_dim] of qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim].
 
         With `rotation.gated`, 2 * num_q_heads heads precede the heads of k. Rotated k, and v, are written to
-        their slots as by `write`.
+        their slots as by `write`. q has the dtype of qkv.
         """
         ...
 

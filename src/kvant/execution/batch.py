@@ -220,7 +220,10 @@ def _tokens(schedule: Schedule, drafts: Drafts | None) -> array[int]:
 
 
 def on_host(schedule: Schedule, batch: Batch, drafts: Drafts | None, logits: Tensor) -> Launched:
-    """Returns a launched step whose tokens the host chooses from logits [m, vocab_size]."""
+    """Returns a launched step whose tokens the host chooses from logits [m, vocab_size].
+
+    logits: float32 or float64.
+    """
 
     def read() -> Outcome:
         sound, tokens = greedy(logits[: batch.num_sampled])

@@ -147,8 +147,8 @@ class RankGroup:
     ) -> tuple[Tensor, Tensor] | None:
         """Sums x, adds the sum to `residual` in place and applies an RMS norm, all in one launch.
 
-        x, residual: [n, width]. weight: [width]. Returns the normed rows and `residual`, or None if no kernel
-        does this in one launch; then nothing has happened.
+        x, residual: [n, width]. weight: [width]. All have one dtype. Returns the normed rows and `residual`,
+        or None if no kernel does this in one launch; then nothing has happened.
         """
         if (
             self._symmetric is None
@@ -161,7 +161,7 @@ class RankGroup:
         return self._symmetric.sum_add_norm(x.contiguous(), residual, weight, eps)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Returns all ranks' x [.., n] concatenated in the order of ranks, [.., size * n]."""
+        """Returns all ranks' x [.., n], of any dtype, concatenated in the order of ranks, [.., size * n]."""
         if self._is_alone or x.numel() == 0:
             return torch.cat([x] * self.shard.size, -1)
         self._check_together()

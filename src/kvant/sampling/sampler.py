@@ -83,7 +83,10 @@ class RowRequest:
 
 
 def greedy(logits: Tensor) -> tuple[list[bool], list[int]]:
-    """Returns whether each row's largest logit is finite, and its index. logits: [n, vocab_size]."""
+    """Returns whether each row's largest logit is finite, and its index.
+
+    logits: [n, vocab_size] of any floating dtype.
+    """
     best, argmax = logits.max(dim=-1)  # NaN and +Inf anywhere in a row become its maximum
     return torch.isfinite(best).tolist(), argmax.tolist()
 
@@ -324,7 +327,10 @@ class Drawer:
 
 
 def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
-    """Samples a token in each row `index` of logits [n, vocab]; each row's largest logit must be finite."""
+    """Samples a token in each row `index` of logits [n, vocab], float32 or float64.
+
+    Each row's largest logit must be finite.
+    """
     if not draws:
         return []
     table = torch.tensor([one.numbers for one in draws], dtype=torch.float64)
@@ -340,7 +346,8 @@ def draw(logits: Tensor, index: Items[int], draws: Items[Draw]) -> list[int]:
 
 
 def parts_for(numbers: Tensor) -> list[bool]:
-    """Returns which `DrawParts` these rows need. numbers: [n, 3 or more] on the host, see `Draw.numbers`."""
+    """Returns which `DrawParts` these rows need. numbers: [n, 3 or more] float64 on the host, as in
+    `Draw.numbers`."""
     temperature, top_k, top_p = numbers[:, 0], numbers[:, 1], numbers[:, 2]
     has_k, has_p = top_k < torch.inf, top_p < 1
     is_open = (temperature > 0) & (top_k > FEW)

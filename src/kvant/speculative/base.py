@@ -78,7 +78,7 @@ class Proposer(Protocol):
         """Updates the proposer's cache from a step of the target. Called only if there are taps.
 
         step: the target's step, on its device. hidden: the outputs of the decoder layers in `taps`,
-        [T, hidden_size] each.
+        [T, hidden_size] each, in the compute dtype.
         """
         ...
 

@@ -205,7 +205,7 @@ def encode_in_parts(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
 
 def encode_stack(weights: Tensor, fmt: WeightFormat) -> NarrowStack:
-    """Rounds weights [count, rows, columns]. No block spans two of them."""
+    """Rounds weights [count, rows, columns] of any floating dtype. No block spans two of them."""
     count, rows, columns = weights.shape
     if weights.is_contiguous() and rows % fmt.rows == 0:
         return NarrowStack(encode_in_parts(weights.view(count * rows, columns), fmt), count)
@@ -304,14 +304,17 @@ def round_by(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Rounds each `group` numbers of x [T, columns] like `round_rows`: codes; scales [T, columns / group]."""
+    """Rounds each `group` numbers of x [T, columns] like `round_rows`.
+
+    Returns codes, uint8 [T, columns], and scales, float32 [T, columns / group].
+    """
     tokens, columns = x.shape
     codes, scales = round_rows(x.reshape(-1, group))
     return codes.view(tokens, columns), scales.view(tokens, columns // group)
 
 
 def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
-    """Rounds x [T, columns] by `round_by`, `round_groups` or `round_rows`, as `rounding` says."""
+    """Rounds x [T, columns], of any floating dtype, as `rounding` says."""
     if rounding.scale is not None:
         codes, scales = round_by(x, rounding.scale), rounding.scale
     elif rounding.group:
@@ -397,7 +400,7 @@ def rows_of(weight: NarrowWeight, start: int, count: int) -> NarrowWeight:
 
 
 def pick_rows(weight: NarrowWeight, rows: Tensor) -> NarrowWeight:
-    """Copies some rows, by their indices [n], of a weight in groups of inputs."""
+    """Copies some rows, by their indices [n] int64, of a weight in groups of inputs."""
     fmt = weight.format
     assert fmt.rows == 1
     assert fmt.columns != WHOLE

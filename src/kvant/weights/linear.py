@@ -148,12 +148,12 @@ class NarrowLinear(nn.Module):
             self.input_scale = nn.Parameter(wide, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the product [.., out_features] of x [.., in_features]."""
+        """Returns the product [.., out_features] of x [.., in_features], in the dtype of x."""
         rows = x.reshape(-1, self.in_features)
         return self.product(rows, alike=False).view(*x.shape[:-1], self.out_features)
 
     def product(self, x: Tensor, *, alike: bool) -> Tensor:
-        """x [T, in_features] -> [T, out_features]. alike: as in `multiply`."""
+        """Multiplies x [T, in_features]: returns [T, out_features] in its dtype. alike: as in `multiply`."""
         return multiply(
             x, self.narrow, self.bias, alike=alike, rounds=self.rounds, input_scale=self.input_scale
         )

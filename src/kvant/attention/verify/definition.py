@@ -21,7 +21,7 @@ from kvant.kv.spec import Choice
 def stored_planes(cache: LayerCache, k: Tensor, v: Tensor | None, slots: Tensor) -> list[Tensor]:
     """Returns the expected planes once k and v [T, num_kv_heads, head_dim] are written; K's first.
 
-    v: None if only K is stored. slots: [T]; -1 writes nowhere. The cache itself is not written to.
+    v: None if only K is stored. slots: [T] int64; -1 writes nowhere. The cache itself is not written to.
     """
     keep = slots >= 0
     found = []

@@ -31,7 +31,10 @@ def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide(x: Tensor, by: float) -> Tensor:
-    """x [..] / by, correctly rounded. Torch on CUDA turns `x / 127.0` into a product with a rounded 1/127."""
+    """Returns x [..] / by in the dtype of x, correctly rounded.
+
+    Torch on CUDA turns `x / 127.0` into a product with a rounded 1/127.
+    """
     return x / torch.full((), by, dtype=x.dtype, device=x.device)
 
 
@@ -45,6 +48,6 @@ def row_scale(span: Tensor, steps: float) -> Tensor:
 
 
 def per_head(scale: Tensor | None) -> Tensor:
-    """A scale from outside, [1] or [heads], as [.., 1]: to broadcast over [.., heads, head_dim]."""
+    """Returns an outside scale, [1] or [heads], as float32 [.., 1], to broadcast over [.., heads, head_dim]."""
     assert scale is not None, "this format needs the scale that its layer's storage keeps"
     return scale.to(torch.float32).reshape(-1, 1)

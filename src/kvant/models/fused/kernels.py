@@ -20,7 +20,10 @@ from kvant.weights.rounding import RoundedRows, Rounding
 
 
 class Kernels(Protocol):
-    """Operations between products. T: tokens of a step. All tensors are on one device."""
+    """Operations between products. T: tokens of a step.
+
+    All tensors are on one device and have the compute dtype, unless an operation rounds them.
+    """
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         """Returns x [T, width], normalised."""

@@ -26,9 +26,9 @@ def delta_chunks(
 ) -> None:  # fmt: skip
     """Runs the gated delta rule, with its gates, over the tokens in chunks. Writes `out` and the states.
 
-    mixed: [T, channels], q, k and v after the convolution. a, b: [T, heads], rows of any stride. a_log,
-    dt_bias, state, strongest: as in `kernels.delta_step`. out: [T, heads, values]; only tokens in chunks are
-    written.
+    mixed: [T, channels], q, k and v after the convolution, in the compute dtype. a, b: [T, heads], rows of
+    any stride. a_log, dt_bias, state, strongest: as in `kernels.delta_step`. out: [T, heads, values] in the
+    compute dtype; only tokens in chunks are written.
     """
     heads, values, keys = state.shape
     count, size = chunks.pieces.shape[1], chunks.size

@@ -49,7 +49,7 @@ class Mixer(Protocol):
         ...
 
     def run(self, x: Tensor, states: LayerStates) -> Tensor:
-        """Runs the layer: x [T, hidden] -> [T, hidden]. Reads and updates the states."""
+        """Runs the layer: x [T, hidden] -> [T, hidden] in its dtype. Reads and updates the states."""
         ...
 
 
@@ -70,7 +70,7 @@ class Framed(Mixer, Protocol):
     def exit(self) -> Tensor: ...
 
     def between(self, projected: Tensor, states: LayerStates) -> Tensor:
-        """Runs what lies between the products: [T, rows] -> [T, columns]. Reads and updates the states."""
+        """Runs what lies between the products: [T, rows] -> [T, columns] in its dtype. Updates the states."""
         ...
 
 

@@ -48,6 +48,6 @@ def row_scale(span: Tensor, steps: float) -> Tensor:
 
 
 def per_head(scale: Tensor | None) -> Tensor:
-    """Returns an outside scale, [1] or [heads], as float32 [.., 1], to broadcast over [.., heads, head_dim]."""
+    """Returns an outside scale, [1] or [heads], as float32 [.., 1], for rows [.., heads, head_dim]."""
     assert scale is not None, "this format needs the scale that its layer's storage keeps"
     return scale.to(torch.float32).reshape(-1, 1)

@@ -352,24 +352,6 @@ def test_encoders_equal_the_definition_byte_for_byte(name: KVDtype, head_dim: in
     assert case.same_bytes(x.cache.k, want)
 
 
-@pytest.mark.parametrize("name", [KVDtype.INT4_FEEDBACK, KVDtype.INT4_SHORT_FEEDBACK], ids=str)
-def test_keys_rounded_with_feedback_equal_the_definition_byte_for_byte(name: KVDtype) -> None:
-    x = case.prepare(
-        name, KVDtype.INT4_SHORT, heads=(2, 2), sequences=((16, 16),), dtype=torch.float32
-    )
-    generator = torch.Generator().manual_seed(3)
-    rounding = 0.2 * torch.randn(2, 64, 64, generator=generator).triu(1)
-    cache = replace(x.cache, k_rounding=rounding)
-    k = x.k.clone()
-    for row, kind in enumerate(ROWS):
-        k[row] = _row(kind, k[row])
-    want = [plane.contiguous().clone() for plane in cache.k]
-    for plane, part in zip(want, codec_for(name).encode(k, rounding), strict=True):
-        plane.flatten(0, 1)[x.step.slot_mapping] = part
-    TritonBackend().write(cache, k, x.v, x.step)
-    assert case.same_bytes(cache.k, want)
-
-
 def _row(kind: str, x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     if kind == "zeros":

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvant.attention.triton.arithmetic import (
     bound,
-    divide_rows,
+    divide,
     multiply,
     nearest,
 )
@@ -46,26 +46,17 @@ def fed_codes(
         code = nearest_codes(y, scale, zero, PTX)
     else:
         column = tl.arange(0, PAD)[None, :]
-        first = head[:, None] * HEAD
-        mask = there[:, None] & (column < HEAD)
         wanted = y
         code = tl.zeros((ROWS, PAD), tl.float32)
-        line = tl.load(outer + first * HEAD + column, mask=mask, other=0.0)
         for i in range(HEAD):
-            # Loads the next line before this number is rounded, and divides without a branch: each number
-            # waits for all before it, and 128 of them took 48 us on an H200 otherwise.
-            following = tl.load(
-                outer + (first + i + 1) * HEAD + column, mask=mask & (i + 1 < HEAD), other=0.0
-            )
             here = column == i
-            now = tl.sum(tl.where(here, wanted, 0.0), 1)[:, None]
-            given = tl.sum(tl.where(here, y, 0.0), 1)[:, None]
-            found = nearest(divide_rows(now, scale, PTX)) + zero[:, None]
-            found = bound(found, 0.0, LARGEST)
-            error = given - multiply(found - zero[:, None], scale[:, None], PTX)
-            code = tl.where(here, found, code)
-            wanted += multiply(error + 0.0 * line, line, PTX)
-            line = following
+            now = tl.sum(tl.where(here, wanted, 0.0), 1)
+            found = bound(nearest(divide(now, scale, PTX)) + zero, 0.0, LARGEST)
+            error = tl.sum(tl.where(here, y, 0.0), 1) - multiply(found - zero, scale, PTX)
+            code = tl.where(here, found[:, None], code)
+            place = (head[:, None] * HEAD + i) * HEAD + column
+            line = tl.load(outer + place, mask=there[:, None] & (column < HEAD), other=0.0)
+            wanted += multiply(error[:, None] + 0.0 * line, line, PTX)
     return code
 
 

@@ -216,6 +216,10 @@ def _codes_in_tiles(code: Code, codes: Tensor) -> Tensor:
     if code.bits == 8:
         parts = (codes ^ 0x80).view(tiles, TILE, -1, 8, 4)
         return parts.permute(0, 2, 3, 1, 4).reshape(tiles, -1, 8 * 64)
+    if code.bits == 4 and code.format.columns == GROUP:
+        # A byte already holds the inputs i and i + 16 of a block.
+        parts = codes.view(tiles, TILE, -1, 4, 4)
+        return parts.permute(0, 2, 3, 1, 4).reshape(tiles, -1, 4 * 64)
     numbers = unpack_six(codes) if code.bits == 6 else unpack_nibbles(codes, code.format.columns)
     steps = numbers.view(tiles, TILE, -1, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)  # halves first
     low = steps & 15

@@ -302,7 +302,11 @@ def _calibrated(found: Any, title: str) -> Cells:
     return lines
 
 
-@table("state-formats", "state-gated-delta.json", "state-mamba2.json")
+@table(
+    "state-formats", "state-gated-delta.json", "state-gated-delta-feedback.json",
+    "state-gated-delta-stochastic.json", "state-mamba2.json", "state-mamba2-feedback.json",
+    "state-mamba2-stochastic.json",
+)  # fmt: skip
 def states(*data: Any) -> Cells:
     stretches = list(data[0]["rows"][0]["stretches"])
     shown = [one.replace("-", " to ") for one in stretches]
@@ -312,7 +316,8 @@ def states(*data: Any) -> Cells:
         for r in one["rows"]:
             figures = (r["kld_mean"], r["kld_mean_error"])
             lines.append(
-                [one["model"].removesuffix("ForCausalLM"), r["kv"], r["state"],
+                [one["model"].removesuffix("ForCausalLM"), r["kv"],
+                 ", ".join([r["state"], *filter(None, [r.get("rounding")])]),
                  f"{r['bytes_per_sequence']:,}", *(f"{x:.1e}" for x in figures),
                  percent(r["same_top"], digits=1), f"{r['prompt']['kld_mean']:.1e}",
                  *(f"{r['stretches'][key]:.1e}" for key in stretches)]

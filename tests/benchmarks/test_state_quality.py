@@ -35,6 +35,21 @@ def test_divergences_are_averaged_by_stretch() -> None:
     assert found["prompt"]["kld_mean"] == pytest.approx(positions.mean())
 
 
+def test_feedback_passes_each_error_to_the_next_element() -> None:
+    torch.manual_seed(0)
+    steps = torch.empty(50, 128).uniform_(-126, 126)
+    found = state_quality.with_feedback(steps)
+    for row, rounded in zip(steps.tolist(), found.tolist(), strict=True):
+        error = 0.0
+        for wanted, code in zip(row, rounded, strict=True):
+            assert abs(wanted + error - code) <= 0.5 + 1e-3
+            error += wanted - code
+    assert found.abs().max() <= 127
+    assert torch.equal(
+        state_quality.with_feedback(torch.full((1, 4), 0.5))[0], torch.tensor([1, 0, 1, 0.0])
+    )
+
+
 def test_training_takes_every_step_at_a_planned_length() -> None:
     found = list(train_hybrid._lengths(20))
     assert found == [512] * 17 + [2048] * 3

@@ -157,6 +157,11 @@ def test_what_a_state_cannot_be_is_refused(models: dict[str, Path], tmp_path: Pa
     hybrid = models["qwen3_5_text"]
     with pytest.raises(NotServable, match="float16"):
         opened(hybrid, state_dtype="float16")
+    with pytest.raises(NotServable, match="error feedback") as refused:
+        opened(hybrid, state_dtype="int8_feedback")
+    assert any("bfloat16" in str(way) for way in refused.value.ways_out)
+    with pytest.raises(NotServable, match="error feedback"):
+        opened(hybrid, kv_cache_rules=["linear_attention:state=int8_feedback"])
     with pytest.raises(NotServable, match="conv state"):
         opened(hybrid, conv_state_dtype="fp8")
     with pytest.raises(BadValue, match="no layer with a recurrent state"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvant.errors import BadValue, UnknownName, WayOut
+from kvant.errors import BadValue, NotServable, UnknownName, WayOut
 from kvant.kv.dtype import PAIR_NAMES, ComputeDtype, Follow, KVDtype
 
 Request = KVDtype | Follow
@@ -18,6 +18,9 @@ for _dtype in KVDtype:
     if not _dtype.format.device_only:  # users ask for a format, its device chooses the encoding
         for _name in (_dtype.format.name, *_dtype.format.aliases):
             _BY_NAME[_name] = _dtype
+
+_FED_BACK = frozenset({"int8_feedback", "int8_error_feedback"})
+"""Names of a format that was measured and not kept: docs/decisions.md, "Recurrent states"."""
 
 _COMPUTE = {
     "float": "float32",
@@ -61,8 +64,18 @@ def whole_formats() -> tuple[FormatRequest, ...]:
 
 
 def parse_one(text: str, *, asked_by: str) -> Request:
-    """One name without a slash; UnknownName suggests the nearest."""
+    """One name without a slash; UnknownName suggests the nearest. NotServable: a format that was not kept."""
     name = text.strip().lower()
+    if name in _FED_BACK:
+        raise NotServable(
+            f"{asked_by}: Kvant does not store int8 with error feedback",
+            why="errors that elements hand to the next doubled the KL divergence of gated delta nets, and "
+            "errors that elements keep take the bytes of bfloat16 (docs/decisions.md)",
+            ways_out=(
+                WayOut(f"take {KVDtype.INT8_PER_TOKEN_HEAD}, with the same bytes"),
+                WayOut(f"take {KVDtype.BFLOAT16}, whose states are closer to exact ones"),
+            ),
+        )
     found = _BY_NAME.get(name)
     if found is None:
         if name in PAIR_NAMES:

@@ -41,8 +41,10 @@ from kvant.parallel.messages import (
 )
 from kvant.parallel.ring import LinkSender, Payload, Ring
 
-SILENT_SECONDS = 8.0
-"""A rank whose pulse is silent for this long counts as hanging. It beats every second."""
+SILENT_SECONDS = 7.0
+"""A rank whose pulse is silent for this long counts as hanging. It beats every second.
+
+Ending the ranks takes up to two seconds more, and clients are told within ten."""
 
 SILENT_AT_START_SECONDS = 60.0
 """The same before the first step: imports and compilers may hold the lock, and no request waits."""

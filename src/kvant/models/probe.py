@@ -519,7 +519,7 @@ def _mask(
 
 
 class _Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes reads of values on the meta device return zeros, and `nonzero` return no elements.
+    """Makes reads of values on the meta device return zeros, and `nonzero` and masks choose no elements.
 
     Forwards read values to find images among the tokens, or experts that got a token.
     """
@@ -537,6 +537,9 @@ class _Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False if args[0].dtype is torch.bool else 0
         if on_meta and name == "nonzero":
             return torch.empty(0, args[0].ndim, dtype=torch.int64, device="meta")
+        if on_meta and name == "split_with_sizes" and not any(args[1]) and not any(args[2:]):
+            # Tokens by expert, whose numbers are read from the router: the first has all.
+            args = (args[0], [len(args[0]), *args[1][1:]], *args[2:])
         if on_meta and name == "index":
             args = (args[0], [part for one in args[1] for part in _without_masks(one)])
         device = options.get("device")

@@ -63,7 +63,9 @@ def test_batch_invariant_numbers_are_the_same_however_steps_are_made(
     assert numbers(drafting, prompts) == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba", "lfm2", "kimi_linear", "falcon_h1", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_5_text", "bamba", "lfm2", "kimi_linear", "falcon_h1", "minimax"]
+)
 def test_a_family_through_its_kernels(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

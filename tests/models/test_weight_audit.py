@@ -249,10 +249,43 @@ def test_blocks_of_a_gguf_file_are_named_by_type(
 
 def test_rounded_matrices_are_named(tmp_path: Path) -> None:
     found = audit(tiny.build("llama", tmp_path), quantization=Quantization.FP8)
-    rounded = {one.name for one in found.tensors if one.because.startswith("rounded to fp8")}
-    assert len(rounded) == 29
-    assert "lm_head.weight" in rounded
-    assert "model.embed_tokens.weight" not in rounded
+    said = {one.name: one.because for one in found.tensors}
+    assert Counter(said.values()) == {
+        "rounded to fp8 while it is loaded": 28,
+        "rounded to int8 while it is loaded": 1,
+        "loaded as the compute dtype": 10,
+    }
+    assert said["lm_head.weight"] == "rounded to int8 while it is loaded"
+    assert said["model.embed_tokens.weight"] == "loaded as the compute dtype"
+
+
+def test_biases_are_not_named_as_rounded(tmp_path: Path) -> None:
+    found = audit(tiny.build("qwen2", tmp_path), quantization=Quantization.INT8)
+    (because,) = {one.because for one in found.tensors if one.name.endswith(".bias")}
+    assert because == "loaded as the compute dtype"
+
+
+def test_fused_matrices_are_not_named_as_left_alone(tmp_path: Path) -> None:
+    found = audit(tiny.build("phi3", tmp_path), quantization=Quantization.INT8)
+    (because,) = {one.because for one in found.tensors if "qkv_proj" in one.name}
+    assert because == "rounded to int8 if it belongs to a linear layer or experts of the decoder"
+
+
+def test_a_config_without_a_field_of_weights_has_an_audit(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["intermediate_size"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert {one.because for one in audit(path).tensors} == {"loaded as the compute dtype"}
+
+
+def test_a_model_with_an_inner_width_for_each_layer_is_rounded(tmp_path: Path) -> None:
+    path = tiny.build("gemma3n", tmp_path)
+    inner = json.loads((path / "config.json").read_text())["intermediate_size"]
+    assert isinstance(inner, list)
+    plan = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16,
+                               quantization=Quantization.INT8))  # fmt: skip
+    assert plan.forward.extra_bytes >= 2 * plan.target.geometry.hidden_size * 2 * max(inner)
 
 
 def test_the_plan_lists_the_tensors_if_asked(tmp_path: Path) -> None:

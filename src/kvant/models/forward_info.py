@@ -47,6 +47,8 @@ class ForwardFacts:
             return 0
         text = self.config.get("text_config")
         inner = self.config.get("intermediate_size") or (text or {}).get("intermediate_size")
+        if isinstance(inner, list):
+            inner = max(inner)  # one for each layer
         hidden, layers = self.geometry.hidden_size, self.geometry.layers
         heads = max(
             (g.num_q_heads + 2 * g.num_kv_heads) * max(g.head_dim_k, g.head_dim_v) for g in layers

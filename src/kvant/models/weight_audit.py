@@ -130,7 +130,7 @@ class Use:
     declared: their formats, on any device. stored: formats that run undecoded, None if none do.
     decoded: says that they are decoded, and why. rounded: how 16-bit matrices are rounded. activations: how
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
-    rounds_head: `rounded` concerns the head too.
+    rounds_head: the head is rounded too, to int8. layers: prefix of the layers' names that are rounded.
     """
 
     declared: Stored | NotStored | None
@@ -141,6 +141,7 @@ class Use:
     weights: tuple[Weight, ...] | None
     kv: KVPlan
     rounds_head: bool = True
+    layers: str = ""
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
@@ -365,7 +366,6 @@ def _numbers(
 ) -> TensorUse:
     """Returns a tensor of numbers that need no scale."""
     because, state, fault = "loaded as the compute dtype", TensorState.USED, None
-    kinds = (WeightKind.LINEAR, WeightKind.EXPERT)
     if isinstance(use.declared, NotStored) and dtype.startswith(_CODES):
         because = f"left to transformers: {use.declared.reason}"
     elif name.endswith(".weight") and dtype.startswith(_CODES):
@@ -374,13 +374,27 @@ def _numbers(
             TensorState.WRONG,
         )
         fault = BadCheckpoint(f"{name} has the dtype {dtype}", why=because)
-    elif (
-        use.rounded is not None
-        and weight is not None
-        and (weight.kind in kinds or (layer == "lm_head" and use.rounds_head))
-    ):
-        because = f"rounded to {use.rounded.value} while it is loaded"
+    elif use.rounded is not None:
+        because = _rounded(layer, weight, shape, use, use.rounded)
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)
+
+
+def _rounded(
+    layer: str, weight: Weight | None, shape: tuple[int, ...], use: Use, asked: Quantization
+) -> str:
+    """Returns what happens to a tensor of numbers while a model is loaded that is rounded."""
+    done: Quantization | None = None
+    if len(shape) > 1 and layer == "lm_head":
+        done = Quantization.INT8 if use.rounds_head else None
+    elif (
+        len(shape) > 1 and weight is None
+    ):  # Kvant does not know the model's names, or it fuses matrices
+        return f"rounded to {asked.value} if it belongs to a linear layer or experts of the decoder"
+    elif len(shape) > 1 and weight is not None and layer.startswith(use.layers):
+        done = asked if weight.kind in (WeightKind.LINEAR, WeightKind.EXPERT) else None
+    if done is None:
+        return "loaded as the compute dtype"
+    return f"rounded to {done.value} while it is loaded"
 
 
 def _no_format(use: Use) -> str:

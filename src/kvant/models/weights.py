@@ -6,7 +6,7 @@ The plan subtracts them from the memory before any weight is loaded; nothing her
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -150,14 +150,10 @@ def estimate_weight_bytes(
     recipe = None if decoded else read_recipe(config)
     if isinstance(recipe, NoRecipe):
         return WeightBytes(None, None, recipe.reason)
-    try:
-        weights = models_weights(config, geometry)
-        if isinstance(weights, str):
-            return WeightBytes(None, None, weights)
-        found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
-    except BadCheckpoint as fault:
-        # The KV cache's shape does not depend on this field, so the plan can continue without it.
-        return WeightBytes(None, None, fault.what)
+    weights = models_weights(config, geometry)
+    if isinstance(weights, str):
+        return WeightBytes(None, None, weights)
+    found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
     reason = "counted from config.json"
     if decoded:
         reason += ": codes are decoded while they are loaded"
@@ -179,20 +175,19 @@ def quantized_weight_bytes(
     weights = models_weights(config, geometry)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
-    listed = list(weights)
     head = None
-    if all(weight.name != "lm_head" for weight in listed):
+    if all(weight.name != "lm_head" for weight in weights):
         head = geometry.vocab_size, geometry.hidden_size
     on_gpu = None
     if compute is not None:
         on_gpu = OnGPU(ELEMENT_BYTES[compute], find_family(config).prefix, ranks == 1)
-    found = quantized_bytes(quantization, listed, head, on_gpu=on_gpu)
+    found = quantized_bytes(quantization, weights, head, on_gpu=on_gpu)
     return WeightBytes(
         found, WeightSource.ESTIMATED, f"counted from config.json as {quantization.value}"
     )
 
 
-def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -> int:
+def _sum(weights: Iterable[Weight], recipe: Recipe | None, element_bytes: int) -> int:
     found = 0
     for weight in weights:
         stored = None if recipe is None else recipe.stored_bytes(weight)
@@ -202,13 +197,24 @@ def _sum(weights: Iterator[Weight], recipe: Recipe | None, element_bytes: int) -
 
 def list_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[Weight, ...]:
     """Returns every weight of a model of a listed family."""
-    found = models_weights(config, geometry)
+    found = _listed(config, geometry)
     assert not isinstance(found, str), found
     return tuple(found)
 
 
-def models_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterator[Weight] | str:
-    """Returns every weight of the model, or why they cannot be listed."""
+def models_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[Weight, ...] | str:
+    """Returns every weight of the model, or why they cannot be listed.
+
+    The KV cache's shape does not depend on some of the fields, so a plan can continue without them.
+    """
+    try:
+        found = _listed(config, geometry)
+        return found if isinstance(found, str) else tuple(found)
+    except BadCheckpoint as fault:
+        return fault.what
+
+
+def _listed(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterable[Weight] | str:
     if is_drafter(config):
         return draft_weights(config, geometry)
     if not is_listed(geometry.model_type):
@@ -217,7 +223,7 @@ def models_weights(config: Mapping[str, Any], geometry: ModelGeometry) -> Iterat
     towers = () if family.towers is None else family.towers(Fields(config))
     if isinstance(towers, str):
         return towers
-    return iter((*_decoder(config, family, geometry), *towers))
+    return (*_decoder(config, family, geometry), *towers)
 
 
 def _decoder(

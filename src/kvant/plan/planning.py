@@ -16,6 +16,7 @@ from kvant.kv.spec import Role
 from kvant.models.activations import with_activations
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
+from kvant.models.geometry.families import find_family
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
@@ -271,9 +272,10 @@ def _audit(
             target.narrow or "decoded while they are loaded",
             forward.quantization,
             forward.activations,
-            None if isinstance(listed, str) else tuple(listed),
+            None if isinstance(listed, str) else listed,
             target.kv,
             rounds_head=ranks == 1,
+            layers="" if isinstance(listed, str) else find_family(target.config).prefix,
         ),
     )
 

@@ -150,3 +150,15 @@ def startup_parts(data: Any) -> Cells:
     found = [start["parts"] for start in data["starts"] if start["parts"]]
     lines = [["part, with a filled cache", "s, median"]]
     return lines + [[name, f"{statistics.median(p[name] for p in found):.2f}"] for name in found[0]]
+
+
+@table("starts-beside", "cpu-starts-beside.json")
+def starts_beside(data: Any) -> Cells:
+    lines = [["files before the start", "commit", "first token after, s", "least", "CPU time, s"]]
+    pairs = dict.fromkeys((start["files"], start["commit"]) for start in data["starts"])
+    for files, commit in sorted(pairs, reverse=True):
+        found = [one for one in data["starts"] if (one["files"], one["commit"]) == (files, commit)]
+        seconds, cpu = ([one[key] for one in found] for key in ("seconds", "cpu"))
+        values = statistics.median(seconds), min(seconds), statistics.median(cpu)
+        lines.append([files, commit, *(f"{value:.2f}" for value in values)])
+    return lines

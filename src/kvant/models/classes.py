@@ -1,4 +1,4 @@
-"""Finds the transformers class for a config, and sets its forward's outputs: to load, probe and test."""
+"""Finds the transformers class for a config, and sets its attention and outputs: to load, probe and test."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if not is_text and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def attending(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """Returns `attn_implementation` for a config whose decoder attends by `name`.
+
+    SAM's towers choose a class by the name, from a list of their own, so a model with one of them has eager
+    towers.
+    """
+    parts = {part: getattr(config, part) for part in config.sub_configs}
+    if not any(map(_has_sam, parts.values())):
+        return name
+    text = config.get_text_config(decoder=True)
+    return {part: name if found is text else "eager" for part, found in parts.items()}
+
+
+def _has_sam(config: PreTrainedConfig | None) -> bool:
+    if config is None:
+        return False
+    inner = (getattr(config, part) for part in config.sub_configs)
+    return config.model_type.endswith("sam_vision_model") or any(map(_has_sam, inner))
 
 
 def settle_outputs(config: PreTrainedConfig) -> None:

@@ -25,7 +25,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
-from kvant.models.classes import auto_class, settle_outputs
+from kvant.models.classes import attending, auto_class, settle_outputs
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.key_rounding import read_rounding
@@ -198,7 +198,7 @@ def _read_weights(
     options: dict[str, Any] = {
         "config": config,
         "dtype": TORCH_COMPUTE[compute],
-        "attn_implementation": ATTENTION_NAME,
+        "attn_implementation": attending(config, ATTENTION_NAME),
         "device_map": None if device.type == "cpu" else {"": device},
         "output_loading_info": True,
     }
@@ -274,7 +274,7 @@ def _make_weights(
         made: Any = auto_class(config).from_config(
             config,
             dtype=TORCH_COMPUTE[compute],
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation=attending(config, ATTENTION_NAME),
             trust_remote_code=False,
         )
     assert isinstance(made, PreTrainedModel)

@@ -31,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from kvant.attention.hook import ATTENTION_NAME
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry
-from kvant.models.classes import auto_class, settle_outputs
+from kvant.models.classes import attending, auto_class, settle_outputs
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.families import name_of
 from kvant.models.geometry.fields import Fields, text_section
@@ -191,7 +191,9 @@ def _module(config: PreTrainedConfig) -> PreTrainedModel:
         section._experts_implementation = _NAME
     try:
         with torch.device("meta"):
-            made = auto_class(config).from_config(config, attn_implementation=_NAME)
+            made = auto_class(config).from_config(
+                config, attn_implementation=attending(config, _NAME)
+            )
     except KeyError as fault:
         if fault.args[:1] == (_NAME,):
             raise _CannotRun("its attention does not go through transformers' interface") from None

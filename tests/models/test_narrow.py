@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CTRLConfig, GPT2Config, PreTrainedConfig
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
@@ -119,6 +119,26 @@ def test_layers_are_narrow_and_the_rest_is_wide(tmp_path: Path) -> None:
     assert model.lm_head in narrow
     assert not hasattr(model, "hf_quantizer")
     assert getattr(model.config, "quantization_config", None) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (CTRLConfig(n_embd=64, dff=96, n_layer=2, n_head=4, vocab_size=120), None),
+        (GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=120), "have no linear layers"),
+    ],
+    ids=["ctrl", "gpt2"],
+)  # fmt: skip
+def test_layers_with_another_name_are_rounded_or_refused(
+    config: PreTrainedConfig, says: str | None
+) -> None:
+    model = AutoModelForCausalLM.from_config(config)
+    if says is None:
+        found = chosen_layers(model, Quantization.INT8)
+        assert len(found) == 2 * 6 + 1
+        return
+    with pytest.raises(NotServable, match=says):
+        chosen_layers(model, Quantization.INT8)
 
 
 def test_the_head_is_rounded_before_other_weights_are_there(

@@ -20,7 +20,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts
 from kvant.models.quantization import Quantization, format_of
@@ -55,16 +55,23 @@ def chosen_layers(
 ) -> dict[str, WeightFormat]:
     """Returns the formats of linear layers to round, by name: in decoder layers, except routers.
 
-    head: the head too.
+    head: the head too. Raises NotServable if the decoder layers have no linear layer.
     """
-    found = {}
+    inside = {
+        name: format_of(asked, part.in_features)
+        for name, part in _inside(model)
+        if type(part) is nn.Linear and not _ROUTERS.intersection(name.split("."))
+    }
+    if not inside:
+        raise NotServable(
+            f"--quantization {asked.value} is not available for {type(model).__name__}",
+            why="its layers have no linear layers, but other classes with matrices",
+            ways_out=(WayOut("leave out --quantization"),),
+        )
     own = _head_of(model)
-    if head and own is not None:
-        found[own] = format_of(asked, _linear(model, own).in_features, is_head=True)
-    for name, part in _inside(model):
-        if type(part) is nn.Linear and not _ROUTERS.intersection(name.split(".")):
-            found[name] = format_of(asked, part.in_features)
-    return found
+    if not head or own is None:
+        return inside
+    return {own: format_of(asked, _linear(model, own).in_features, is_head=True), **inside}
 
 
 def _head_of(model: PreTrainedModel) -> str | None:
@@ -89,7 +96,11 @@ def chosen_experts(
 def _inside(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     """Yields names in the model, and modules, of the decoder's layers."""
     decoder: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    inside = {id(part) for part in decoder.layers.modules()}
+    layers = getattr(decoder, "layers", None)
+    if layers is None:  # GPT-2's are named h
+        lists = [part for part in decoder.children() if isinstance(part, nn.ModuleList)]
+        layers = max(lists, key=len)
+    inside = {id(part) for part in layers.modules()}
     for name, part in model.named_modules():
         if id(part) in inside:
             yield name, part

@@ -443,7 +443,7 @@ def read_template_values(given: str | None) -> dict[str, Any]:
     """Parses the value of --default-chat-template-kwargs. Raises BadValue."""
     flag = "--default-chat-template-kwargs"
     way_out = WayOut("write an object", (flag, '{"enable_thinking": false}'))
-    values = parse_option_object(given or "{}", asked_by=flag, way_out=way_out)
+    values = parse_option_object("{}" if given is None else given, asked_by=flag, way_out=way_out)
     if taken := RESERVED_TEMPLATE_NAMES & values.keys():
         raise BadValue(
             f"{flag} {given} gives no values",

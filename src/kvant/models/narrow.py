@@ -20,7 +20,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.errors import BadCheckpoint, KvantError, NotServable, WayOut
 from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts
 from kvant.models.quantization import Quantization, format_of
@@ -230,7 +230,7 @@ class NarrowConfig(QuantizationConfigMixin):
     ) -> None:
         _register()
         self.quant_method = _METHOD  # type: ignore[assignment]
-        self.fault: BadCheckpoint | None = None
+        self.fault: KvantError | None = None
         self._path, self._asked, self._stored, self._widened = path, asked, stored, widened
         self._cut = cut
         self._shapes: dict[str, torch.Size] = {}
@@ -254,7 +254,7 @@ class NarrowConfig(QuantizationConfigMixin):
                     model.set_submodule(name, NarrowExperts(model.get_submodule(name), formats))
             if self._stored is not None:
                 self._experts = await_stored(model, self._path, self._stored, self._cut)
-        except BadCheckpoint as fault:
+        except KvantError as fault:
             self.fault = fault
             raise
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

@@ -134,3 +134,18 @@ def test_rounded_weights_are_not_exchanged(tmp_path: Path) -> None:
     llm = open_(path, batch_invariant=False, quantization="int8")
     with pytest.raises(NotServable, match="rounded"):
         llm.refit(path)
+
+
+def test_codes_that_nothing_declares_are_refused(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    llm = open_(path)
+    before = answers(llm)
+    other = tmp_path / "codes"
+    shutil.copytree(path, other)
+    found = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    found[name] = (256 * found[name]).to(torch.float8_e4m3fn)
+    save_file(found, other / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=f"{name} has the dtype F8_E4M3"):
+        llm.refit(other)
+    assert answers(llm) == before

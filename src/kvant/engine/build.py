@@ -73,8 +73,8 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     if pooling is not None:
         _refuse_to_embed(planned)
     audit = planned.audit
-    if audit is not None and audit.refusal is not None and not config.dummy_weights:
-        raise audit.refusal
+    if audit is not None and not config.dummy_weights:
+        audit.check()
     if planned.request.offload is not None:
         launcher = config.settings.build(EngineOptions).rank_launcher
         check_tiers(planned, planned.request.offload, is_launched=launcher == "torchrun")

@@ -110,6 +110,11 @@ class WeightAudit:
         """The error of the first such tensor."""
         return next((one.fault for one in self.tensors if one.fault is not None), None)
 
+    def check(self) -> None:
+        """Raises BadCheckpoint for the first tensor that is missing or wrong."""
+        if self.refusal is not None:
+            raise self.refusal
+
     def _lines(self, states: tuple[TensorState, ...]) -> tuple[str, ...]:
         found: dict[tuple[TensorState, str, str], list[str]] = {}
         for one in self.tensors:

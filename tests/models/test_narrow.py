@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,19 @@ def test_what_cannot_be_rounded_on_a_gpu_is_refused(config: dict[str, object], s
     with pytest.raises(NotServable) as refused:
         select_forward(facts)
     assert says in str(refused.value)
+
+
+def test_several_ranks_keep_no_room_for_a_head_that_they_do_not_round() -> None:
+    geometry = replace(tiny.geometry("llama"), vocab_size=151_936)
+    config = {"model_type": "llama", **SIZES}
+    one, two = (
+        ForwardFacts(
+            config, geometry, ComputeDtype.BFLOAT16, GPU, Quantization.INT8, num_ranks=ranks
+        ).scratch_bytes
+        for ranks in (1, 2)
+    )
+    assert one == 2 * 64 * 151_936
+    assert two == 2 * 64 * 2 * 96
 
 
 def test_a_gpu_computes_in_16_bits_with_rounded_weights() -> None:

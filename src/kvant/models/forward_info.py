@@ -54,8 +54,9 @@ class ForwardFacts:
             (g.num_q_heads + 2 * g.num_kv_heads) * max(g.head_dim_k, g.head_dim_v) for g in layers
         )
         of_layers = hidden * max(heads, 2 * int(inner or 4 * hidden))
-        head = 0 if self.quantization is None else hidden * self.geometry.vocab_size
-        return 2 * max(of_layers, min(head, MOST_DECODED))
+        rounds_head = self.quantization is not None and self.num_ranks == 1
+        head = min(hidden * self.geometry.vocab_size, MOST_DECODED) if rounds_head else 0
+        return 2 * max(of_layers, head)
 
     @property
     def stored(self) -> Stored | None:

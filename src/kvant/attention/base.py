@@ -50,16 +50,17 @@ class Step:
     long: the last sequences, if they have LONG queries or more, for backends that treat them
     differently; `rest` holds the sequences before them (None if there are none).
     wanted: for a last layer whose other rows are not used: the step with only the queries whose logits are
-    wanted, and their sequences. None if they are not listed, or if all are wanted. lists: tensors that a
-    backend computed from the lengths in one layer, for later layers. A step whose lengths change in place, as
-    between replays of a CUDA graph, gets a new Step when it is captured. slices: likewise, steps for parts of
-    the queries, by their first token and end. kept: likewise, any other objects. rows: [num_seqs] int64, rows
-    of the sequences' states (`StatePool`), the scratch row for padding. None for a model without states.
+    wanted, and their sequences. None if they are not listed, or if all are wanted.
+    rows: [num_seqs] int64, each sequence's row of the row table, the last row for padding. Only layers with
+    recurrent states read it (`StatePool`).
     lengths: query tokens of each sequence on the host; None if each has one, or if no layer needs them.
     draft_states: index of the state after each sequence's first draft; later drafts follow it. -1 for a
-    sequence without drafts. None for a step without drafts, or for a model without states. others: this step
-    with the page tables of the second and later groups of pages; see `of`. page_table, slot_mapping and
-    tensors that depend on them belong to the first group.
+    sequence without drafts. None for a step without drafts, or for a model without states.
+    others: this step with the page tables of the second and later groups of pages; see `of`. page_table,
+    slot_mapping and tensors that depend on them belong to the first group.
+    lists, slices, kept: caches. What the first layer derives from this step, later layers find here: tensors
+    computed from the lengths, steps for parts of the queries by their first token and end, and other objects.
+    If the lengths change in place, as between replays of a CUDA graph, a new Step is made for the recording.
     """
 
     cu_seqlens_q: Tensor

@@ -14,10 +14,13 @@ Where other rooms join a step:
 
     other GPUs          `RankedRunner.launch` (`kvant.parallel.runner`) sends the step to the other ranks and
                         calls `ModelRunner.launch`. Collectives inside the forward join the ranks' parts.
-    recurrent states    `ModelRunner.launch` places and copies pages of states before and after the step.
-                        Layers reach them through `StepCall.states` (`kvant.kv.state_pool`).
-    offloaded pages     No step contains one. `Scheduler.schedule` polls `kvant.kv.offload.tiers`. A sequence
-                        waits until its pages are on the device.
+    recurrent states    `ModelRunner.launch` accepts drafts' states, places pages of states and loads kept
+                        ones before the step, and keeps some after it. Layers reach them through
+                        `StepCall.states` (`kvant.kv.state_pool`). `DeviceState` is something else: tokens,
+                        lengths and pages of sequences.
+    offloaded pages     No step contains one. `Scheduler._waits_for_pages` asks `kvant.kv.offload.tiers` to
+                        load pages, and `Scheduler.schedule` polls it. A sequence waits until its pages are
+                        on the device.
 
 A step on a CPU takes the same path, but no graph.
 """

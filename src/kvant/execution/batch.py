@@ -30,9 +30,9 @@ class Batch:
     input_ids: [T] int64, sequences concatenated; -1 for a token that the step in flight produces, which
     only a sequence with one token may have. logits_index: [m] int64, indices into T whose logits are
     computed. num_sampled: the first num_sampled of the m rows choose tokens, one per sampling sequence and
-    one per draft after it. first_rows: [n], each sequence's first row of the m; undefined if it does not
-    sample. scored: (sequence, first token, number of tokens) of prompts whose log-probabilities the
-    remaining rows give.
+    one per draft after it. first_rows: [n], each sequence's first row of the m; has no meaning for a
+    sequence that gets no token in this step. scored: (sequence, first token, number of tokens) of prompts
+    whose log-probabilities the remaining rows give.
     """
 
     input_ids: Tensor

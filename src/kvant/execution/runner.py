@@ -32,7 +32,11 @@ from kvant.speculative.base import Ask, DeviceProposer, Proposer
 
 
 class Runner(Protocol):
-    """The operations by which the engine's loop runs a model, in one process or on several ranks."""
+    """The operations by which the engine's loop runs a model.
+
+    `ModelRunner` runs it in one process. With several ranks, rank 0 has a `RankedRunner`
+    (`kvant.parallel.runner`), and the other ranks have a `FollowingRunner` (`kvant.parallel.watched`).
+    """
 
     @property
     def device(self) -> torch.device: ...

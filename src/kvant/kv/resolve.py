@@ -1,4 +1,7 @@
-"""Decide the KV cache format of every layer and side, with reasons. Pure; the only place that decides.
+"""Decides the KV cache format of every layer and side, with reasons. Pure.
+
+Nothing else decides a format of keys and values. `resolve_state` does the same for recurrent states, and
+`wide` for the rows that are kept wide.
 
 Precedence, first match wins:
 

@@ -45,8 +45,8 @@ class StatePool:
     num_rows: rows of the row table; the row behind them is of padding. Without an arena, the pool has one of
     its own, in which every row has a page from the start.
     pages: [num_rows + 1] int64, the page of each row; the scratch page of a row without one, and of padding.
-    singly: tokens of a prompt run one after the other. num_drafts: drafts of a step whose states are stored
-    beside, each for itself, until it is known which of them are accepted.
+    singly: recurrences run one token at a time, also in prompts. num_drafts: the most drafts of a step. The
+    state after each draft is stored apart until it is known which drafts are accepted.
     """
 
     def __init__(

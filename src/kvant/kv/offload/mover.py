@@ -1,8 +1,9 @@
 """Copies of pages between a device's pools and host memory, by two threads: one stores, one loads.
 
-In host memory a page is one piece, of all layers of all pools that share its id: a *row*. On a CPU a copy is
-a copy of memory. On a GPU pages are gathered into a buffer of the device and cross the bus as a few large
-copies, on a stream of their own; a step that runs meanwhile does not wait for them.
+In host memory a page is one contiguous piece: its bytes in all layers of all pools that share its id. The
+code calls this piece a row. On a CPU a copy is a copy of memory. On a GPU, pages are gathered into a buffer
+of the device and cross the bus as a few large copies, on a stream of their own. A step that runs meanwhile
+does not wait for them.
 """
 
 from __future__ import annotations

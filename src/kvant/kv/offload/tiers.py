@@ -105,7 +105,7 @@ class _Load:
 
     held: pages of the device by group that it holds; pages that were there already come first. num_tokens:
     whose K and V the keys are. num_begun: keys whose copies began. num_jobs: jobs that run. is_whole: False
-    once a page cannot be had, or was given up: no others follow.
+    once a page was not found or was given up. Then no further copy begins.
     """
 
     number: int
@@ -573,7 +573,8 @@ class Tiers:
         if waiting is None or waiting.load != number:
             self._release(load.held)
             return
-        # The request joins them before they are released: they never rest, which would cost a step.
+        # The request shares these pages before this load releases them. Released pages without an owner would
+        # have to be claimed again, one step later.
         self._kept[load.number] = load.held
         waiting.progress = Progress.SETTLED
         self._num_restores += 1

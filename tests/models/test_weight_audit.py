@@ -190,6 +190,29 @@ def test_layers_that_the_model_does_not_run_are_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["mtp.layers.0.mlp.up_proj", "model.mtp.fc"])
+def test_modules_that_predict_further_tokens_are_unused(name: str, tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "fp8 block")
+
+    def more(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{name}.weight"] = tensors[f"{_UP}.weight"].clone()
+        tensors[f"{name}.weight_scale_inv"] = tensors[f"{_UP}.weight_scale_inv"].clone()
+
+    found = audit(_with(path, more))
+    assert not found.faults
+    (layer,) = {one.because for one in found.tensors if one.name.startswith(name)}
+    assert layer == "the model does not run this layer"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.bool])
+def test_a_weight_of_integers_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    name = f"{_UP}.weight"
+    _with(path, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(BadCheckpoint, match=rf"{name} has the dtype"):
+        LLM(path, device="cpu")
+
+
 def test_scales_of_the_kv_cache_are_used_as_the_plan_says(tmp_path: Path) -> None:
     path, _ = build(tmp_path, "awq")
 

@@ -160,7 +160,8 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
     for layer, names in modules.items():
         weight = None if listed is None else listed.get(_first_expert(layer))
         place = _place_of(layer)
-        if place is not None and place not in places and any(one[0] == place[0] for one in places):
+        is_known = place is not None and any(one[0] == place[0] for one in places)
+        if _PREDICTS.search(f"{layer}.") or (is_known and place not in places):
             found += [_beyond(name, layer, *tensors[name]) for name in names]
             continue
         found += _layer(layer, names, weight, tensors, use, listed)
@@ -169,9 +170,14 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
 
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
+"""Modules that predict further tokens, which no class of transformers loads."""
 
 _CODES = ("F8_", "U8", "I8", "I32", "U32", "F4")
 """Dtypes that begin like this hold codes."""
+
+_WIDE = ("F64", "F32", "F16", "BF16")
+"""Dtypes of numbers that need no scale."""
 
 _ROLES = {
     "weight_scale": Role.SCALES, "weight_scale_inv": Role.SCALES, "scales": Role.SCALES, "scale": Role.SCALES,
@@ -371,9 +377,9 @@ def _numbers(
 ) -> TensorUse:
     """Returns a tensor of numbers that need no scale."""
     because, state, fault = "loaded as the compute dtype", TensorState.USED, None
-    if isinstance(use.declared, NotStored) and dtype.startswith(_CODES):
+    if isinstance(use.declared, NotStored) and dtype not in _WIDE:
         because = f"left to transformers: {use.declared.reason}"
-    elif name.endswith(".weight") and dtype.startswith(_CODES):
+    elif name.endswith(".weight") and dtype not in _WIDE:
         because, state = (
             f"{_no_format(use)}, so its codes would be taken for numbers",
             TensorState.WRONG,

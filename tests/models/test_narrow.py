@@ -224,6 +224,7 @@ def test_a_norm_of_another_shape_is_refused(tmp_path: Path) -> None:
     ("config", "says"),
     [
         ({"model_type": "granitemoe", "num_local_experts": 4}, "experts"),
+        ({"model_type": "gpt2"}, "the matrices of 'gpt2' are transposed"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised already"),
     ],
 )

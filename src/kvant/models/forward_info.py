@@ -11,7 +11,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Activations, Quantization
-from kvant.models.stored import Stored, read_blocks, read_stored, refuse_rounding_experts
+from kvant.models.stored import Stored, read_blocks, read_stored, refuse_rounding
 from kvant.weights.format import MOST_DECODED
 
 
@@ -77,7 +77,7 @@ class ForwardFacts:
             return "the checkpoint's weights are quantised already"
         if self.batch_invariant and self.quantization.rounds_activations:
             return "it rounds activations in steps of many rows alone"
-        return refuse_rounding_experts(self.config)
+        return refuse_rounding(self.config)
 
     @property
     def has_narrow(self) -> bool:

@@ -216,9 +216,15 @@ _EXPERTS_APART = frozenset(
 _ROUNDED = _EXPERTS_APART | {"gpt_oss", "mixtral"}
 
 
-def refuse_rounding_experts(config: Mapping[str, Any]) -> str | None:
-    """Returns why experts cannot be rounded while they are loaded; None if they can or there are none."""
+_TRANSPOSED = frozenset({"gpt2", "gpt-sw3"})
+"""Families whose matrices are no linear layers: transformers' Conv1D has them transposed."""
+
+
+def refuse_rounding(config: Mapping[str, Any]) -> str | None:
+    """Returns why a model's layers or experts cannot be rounded while they are loaded; None if they can."""
     family = text_section(config).get("model_type")
+    if family in _TRANSPOSED:
+        return f"the matrices of {shown(family)} are transposed, and are not rounded"
     if not lists_experts(config) or family in _ROUNDED:
         return None
     return f"experts of {shown(family)} are not rounded"

@@ -112,7 +112,7 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
 
 @dataclass(frozen=True, slots=True)
 class OnGPU:
-    """Which weights a GPU rounds. element_bytes: of an unrounded number. layers: name prefix of its layers.
+    """Which weights a GPU rounds. element_bytes: of an unrounded number. layers: see `rounds`.
 
     rounds_head: whether the head is rounded too.
     """
@@ -153,10 +153,14 @@ def quantized_bytes(
     return found
 
 
+def rounds(weight: Weight, layers: str) -> bool:
+    """Returns whether rounding a model rounds this weight of its decoder layers. layers: their path."""
+    return weight.is_product and weight.name.startswith(f"{layers}.")
+
+
 def _gpu_bytes(asked: Quantization, weight: Weight, on_gpu: OnGPU) -> int:
     is_head = weight.name == "lm_head" and on_gpu.rounds_head
-    is_product = weight.kind in (WeightKind.LINEAR, WeightKind.EXPERT)
-    if not is_head and not (is_product and weight.name.startswith(on_gpu.layers)):
+    if not is_head and not rounds(weight, on_gpu.layers):
         return weight.numel * on_gpu.element_bytes
     fmt = format_of(asked, weight.columns, is_head=is_head)
     return weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)

@@ -19,8 +19,8 @@ from enum import Enum
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
-from kvant.models.geometry.parameters import Weight, WeightKind
-from kvant.models.quantization import Activations, Quantization
+from kvant.models.geometry.parameters import Weight
+from kvant.models.quantization import Activations, Quantization, rounds
 from kvant.models.stored import NotStored, Stored
 from kvant.weights.format import Dialect, Scheme, block_type
 from kvant.weights.parts import Part, Role, check_part, expert_parts, parts_of
@@ -135,7 +135,7 @@ class Use:
     declared: their formats, on any device. stored: formats that run undecoded, None if none do.
     decoded: says that they are decoded, and why. rounded: how 16-bit matrices are rounded. activations: how
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
-    rounds_head: the head is rounded too, to int8. layers: prefix of the layers' names that are rounded.
+    rounds_head: the head is rounded too, to int8. layers: path of the layers that are rounded.
     """
 
     declared: Stored | NotStored | None
@@ -252,7 +252,7 @@ def _is_narrow(
     """Whether a scheme, which may be declared for all modules, is that of this module."""
     if scheme.dialect is Dialect.GGUF:
         return any(tensors[name][0] == "U8" for name in names)
-    if weight is not None and weight.kind in (WeightKind.LINEAR, WeightKind.EXPERT):
+    if weight is not None and weight.is_product:
         return True
     shorts = {name.rpartition(".")[2] for name in names}
     if shorts & {"weight_packed", "qweight"}:
@@ -394,15 +394,15 @@ def _rounded(
     layer: str, weight: Weight | None, shape: tuple[int, ...], use: Use, asked: Quantization
 ) -> str:
     """Returns what happens to a tensor of numbers while a model is loaded that is rounded."""
-    done: Quantization | None = None
     if len(shape) > 1 and layer == "lm_head":
         done = Quantization.INT8 if use.rounds_head else None
-    elif (
-        len(shape) > 1 and weight is None
-    ):  # Kvant does not know the model's names, or it fuses matrices
+    elif len(shape) > 1 and weight is None:
+        # Kvant does not know the model's names, or the file has matrices that Kvant lists apart.
         return f"rounded to {asked.value} if it belongs to a linear layer or experts of the decoder"
-    elif len(shape) > 1 and weight is not None and layer.startswith(use.layers):
-        done = asked if weight.kind in (WeightKind.LINEAR, WeightKind.EXPERT) else None
+    elif len(shape) > 1 and weight is not None and rounds(weight, use.layers):
+        done = asked
+    else:
+        done = None
     if done is None:
         return "loaded as the compute dtype"
     return f"rounded to {done.value} while it is loaded"

@@ -11,7 +11,7 @@ from kvant.errors import NotServable, WayOut
 from kvant.models.geometry.families import find_family
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.geometry.weight_recipe import Recipe, read_recipe
-from kvant.models.quantization import format_of
+from kvant.models.quantization import format_of, rounds
 from kvant.models.shape import ModelShape
 from kvant.models.sharding.divided import (
     Division,
@@ -27,8 +27,6 @@ from kvant.models.weights import ELEMENT_BYTES, list_weights
 from kvant.plan.plan import PlannedModel, PlanRequest
 from kvant.speculative.methods import METHODS
 from kvant.weights.format import WeightFormat
-
-_MATRICES = (WeightKind.LINEAR, WeightKind.EXPERT)
 
 
 def check_ranks(request: PlanRequest, config: Mapping[str, Any], shape: ModelShape) -> None:
@@ -99,11 +97,10 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
     if target.parameters and (asked is not None or _is_narrow(target)):
         raise _not_divided(request, target, "only of families whose weights Kvant lists itself")
     if asked is not None:
-        prefix = f"{find_family(target.config).prefix}."
+        layers = find_family(target.config).prefix
 
         def rounded(weight: Weight, _rows: int, columns: int) -> WeightFormat | None:
-            is_chosen = weight.kind in _MATRICES and weight.name.startswith(prefix)
-            return format_of(asked, columns) if is_chosen else None
+            return format_of(asked, columns) if rounds(weight, layers) else None
 
         return rounded
     stored: Stored | NotStored | None = None
@@ -119,7 +116,7 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
         return None
 
     def kept(weight: Weight, _rows: int, _columns: int) -> WeightFormat | None:
-        scheme = stored.scheme(weight.name) if weight.kind in _MATRICES else None
+        scheme = stored.scheme(weight.name) if weight.is_product else None
         return None if scheme is None else scheme.format
 
     return kept

@@ -41,6 +41,11 @@ class Weight:
     def numel(self) -> int:
         return self.rows * self.columns * self.copies
 
+    @property
+    def is_product(self) -> bool:
+        """Whether activations are multiplied by it: a linear layer's matrix or an expert's, no router's."""
+        return self.kind in (WeightKind.LINEAR, WeightKind.EXPERT)
+
 
 class QKNorm(Enum):
     """Where queries and keys are normalised before attention."""

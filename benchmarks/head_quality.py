@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.command import run_command
+from benchmarks.weight_quality import kl_and_same_top
 from kvant.cli.output import OutFile, write_json
 from kvant.engine.llm import LLM
 from kvant.measure.facts import command_line, measurement_facts
@@ -87,13 +88,10 @@ def measure(model: PreTrainedModel, ids: Tensor) -> Iterator[Row]:
                     weight = made.get_submodule(name).weight
                     weight.copy_(decode(encode(weight, chosen)))
             found = _logits(made, ids)
-            kl = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True)
-            same = (found.argmax(-1) == expected.argmax(-1)).double().mean()
             yield Row(
                 None if method is None else method.value,
                 None if fmt is None else fmt.summary,
-                kl.double().sum(-1).mean().item(),
-                same.item(),
+                *kl_and_same_top(found, expected),
             )
 
 

@@ -104,11 +104,16 @@ def _measure(expected: Tensor, ids: tuple[int, ...]) -> Iterator[Row]:
         llm = _open(model, quantization=way.quantization, weight_activations=way.activations)
         for stored in KV_FORMATS:
             found = torch.log_softmax(_logits(llm, stored, ids), -1)
-            kl = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True)
-            same = (found.argmax(-1) == expected.argmax(-1)).double().mean()
-            yield Row(way.name, str(stored), kl.double().sum(-1).mean().item(), same.item())
+            yield Row(way.name, str(stored), *kl_and_same_top(found, expected))
         del llm
         gc.collect()
+
+
+def kl_and_same_top(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Returns `Row.mean_kl` and `Row.same_top` of log-probabilities [T, vocab_size]."""
+    kl = torch.nn.functional.kl_div(found, expected, reduction="none", log_target=True)
+    same = (found.argmax(-1) == expected.argmax(-1)).double().mean()
+    return kl.double().sum(-1).mean().item(), same.item()
 
 
 def _open(model: str, **options: str | None) -> LLM:

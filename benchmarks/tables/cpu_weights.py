@@ -90,11 +90,7 @@ def weight_quality(data: Any) -> Cells:
     lines = [["weights", *(f"KV {name}" for name in formats)]]
     for weights in dict.fromkeys(row["weights"] for row in data["rows"]):
         found = {row["kv"]: row for row in data["rows"] if row["weights"] == weights}
-        cells = [
-            f"{max(0.0, found[kv]['mean_kl']):.5f}, {percent(found[kv]['same_top'], digits=1)}"
-            for kv in formats
-        ]
-        lines.append([weights, *cells])
+        lines.append([weights, *(_kl_and_same_top(found[kv], digits=5) for kv in formats)])
     return lines
 
 
@@ -106,10 +102,12 @@ def head_quality(data: Any) -> Cells:
     for asked in dict.fromkeys(row["quantization"] for row in data["rows"]):
         found = {row["head"]: row for row in data["rows"] if row["quantization"] == asked}
         cells = [
-            f"{found[head]['mean_kl']:.4f}, {percent(found[head]['same_top'], digits=1)}"
-            if head in found
-            else "-"
-            for head in heads
+            _kl_and_same_top(found[head], digits=4) if head in found else "-" for head in heads
         ]
         lines.append(["float32" if asked is None else f"`{asked}`", *cells])
     return lines
+
+
+def _kl_and_same_top(row: Any, *, digits: int) -> str:
+    """Returns a row's loss in words. Rounding can make a divergence slightly negative."""
+    return f"{max(0.0, row['mean_kl']):.{digits}f}, {percent(row['same_top'], digits=1)}"

@@ -55,7 +55,7 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
 
     config = engine_config(settings, num_requests=num_requests)
     with bars(console) as progress:
-        llm = LLM.from_built(build_engine(config, progress=progress))
+        llm = LLM.from_built(build_engine(config, progress=progress, owns_process=True))
     if llm.tokenizing is None:
         model = llm.plan.model
         raise NotServable(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvant.engine.offload import check_tiers, make_tiers
-from kvant.engine.process import wait_without_spinning
+from kvant.engine.process import importing, wait_without_spinning
 from kvant.engine.text import Tokenizing, open_tokenizer
 from kvant.errors import DoesNotFit, NotServable, WayOut
 from kvant.kv.pages import CacheIdentity
@@ -59,10 +59,13 @@ class BuiltEngine:
         return self.planned.target.local.path
 
 
-def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> BuiltEngine:
+def build_engine(
+    config: EngineConfig, *, progress: Progress | None = None, owns_process: bool = False
+) -> BuiltEngine:
     """Plans, downloads and loads. Raises ConfigError, before weights are read wherever that is possible.
 
-    progress: called with downloads, conversions and the phases of the start.
+    progress: called with downloads, conversions and the phases of the start. owns_process: this process is
+    for this engine only, so collections of garbage need not search what is imported.
     """
     begin = _phases(progress)
     begin("planning")
@@ -82,18 +85,18 @@ def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> B
     # Refusals above answer without torch and transformers, which are imported only now.
     wait_without_spinning()
     # Importing transformers and compiling kernels each take seconds, mostly without the interpreter lock.
-    with ThreadPoolExecutor(1) as importing:
-        imported = importing.submit(import_module, "kvant.models.load")
+    with importing(owns_process=owns_process), ThreadPoolExecutor(1) as imports:
+        imported = imports.submit(import_module, "kvant.models.load")
         device = torch_device(planned.request.device)
         begin("verifying kernels")
         _verify(planned)
         imported.result()
-    from kvant.engine.engine import Engine
-    from kvant.execution.proposing import load_proposer
-    from kvant.execution.runner import ModelRunner
-    from kvant.kv.scale_audit import ScaleAudit
-    from kvant.models.load import load_model
-    from kvant.sampling.sampler import max_prompt_logprobs
+        from kvant.engine.engine import Engine
+        from kvant.execution.proposing import load_proposer
+        from kvant.execution.runner import ModelRunner
+        from kvant.kv.scale_audit import ScaleAudit
+        from kvant.models.load import load_model
+        from kvant.sampling.sampler import max_prompt_logprobs
 
     assert planned.memory.num_pages is not None
     num_pages = planned.memory.num_pages

@@ -79,7 +79,7 @@ def main(address: str) -> int:
 
     try:
         config = engine_config(settings)
-        built = build_engine(config, progress=progress)
+        built = build_engine(config, progress=progress, owns_process=True)
         built.engine.prepare_structured()
         publisher = _publisher(settings, built)
         ready = _ready(built)

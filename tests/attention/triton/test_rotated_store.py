@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from kvant.attention.base import HeadNorm, HeadRotation
 from kvant.attention.triton.backend import TritonBackend
 from kvant.attention.triton.info import SERVED
+from kvant.kernels.triton.device import multiprocessors
 from kvant.kv.dtype import KVDtype
 from kvant.models.fused.kernels import TorchKernels
 from kvant.models.fused.layers import Norm, QKNorms
@@ -136,6 +137,13 @@ def test_parts_of_heads_neighbours_and_kinds_of_norms(
 
 def test_heads_of_80_and_a_scale_for_each() -> None:
     check(KVDtype.FP8_E4M3, head_dims=(80, 80), heads=(3, 3), per_head_scales=True)
+
+
+@pytest.mark.parametrize("name", [KVDtype.FLOAT32, KVDtype.INT4_PER_TOKEN_HEAD], ids=str)
+def test_programs_of_four_warps_for_many_rows(name: KVDtype) -> None:
+    sequences = [(4, 4)] * (5 * multiprocessors(torch.device(DEVICE)))
+    assert len(sequences) * 4 * 4 > 64 * multiprocessors(torch.device(DEVICE))
+    check(name, sequences=sequences)
 
 
 def test_queries_with_gates_between_them() -> None:

@@ -140,7 +140,7 @@ class TritonBackend:
         if tokens == 0:
             return q
         counts, most_k, most_v = _counted(cache)
-        rows = 4
+        rows, warps = _rotated_at_once(tokens * q_heads, qkv.device)
         blocks = triton.cdiv(tokens * q_heads, rows) + 2 * triton.cdiv(tokens * heads, rows)
         rotate_and_store[(blocks,)](
             qkv, qkv.stride(0), tokens, rotation.cos, rotation.sin, step.positions,
@@ -154,7 +154,7 @@ class TritonBackend:
             ROWS=rows, PTX=is_nvidia(qkv.device),
             K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
-            num_warps=1, **ahead(qkv.device),
+            num_warps=warps, **ahead(qkv.device),
         )  # fmt: skip
         return q
 
@@ -257,6 +257,13 @@ class TritonBackend:
         if self.batch_invariant:
             return attend_fixed(cache, q, step, params, shape, form)
         return attend(cache, q, step, params, shape, form=form)
+
+
+def _rotated_at_once(rows: int, device: torch.device) -> tuple[int, int]:
+    """Returns the rows and warps of a program that rotates: few if a step has few rows, which then take less
+    time; more if programs of one warp would fill the device's places for programs but not its warps.
+    """
+    return (4, 1) if rows <= 64 * multiprocessors(device) else (16, 4)
 
 
 def _norm_of(rotation: HeadRotation) -> int:

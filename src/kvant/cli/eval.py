@@ -13,6 +13,7 @@ from kvant.cli.measuring import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
+    OverridesOption,
     RecentDtypeOption,
     RecentOption,
     Restart,
@@ -148,6 +149,7 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Most problems or documents of a task.")
     ] = None,
+    overrides: OverridesOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     attention_backend: Annotated[
@@ -196,7 +198,9 @@ def evaluate(
     if speculative_config is not None:
         parse_speculative_config(speculative_config)
     harness = find_command(lm_eval) if tasks else None  # refused before a model is loaded
-    llm = measured_llm(model, dtype, device, attention_backend=attention_backend)
+    llm = measured_llm(
+        model, dtype, device, attention_backend=attention_backend, hf_overrides=overrides
+    )
     packages = ("torch", "transformers", "numpy")
     if long_reasoning is not None:
         from kvant.measure.quality.reasoning import Sampling
@@ -212,7 +216,7 @@ def evaluate(
         found = eval_answers.tasks(
             llm, model, wide, named, rows, [name for one in tasks for name in one.split(",")],
             command=harness, include=include, limit=limit, dtype=dtype, device=device,
-            attention_backend=attention_backend,
+            attention_backend=attention_backend, overrides=overrides,
         )  # fmt: skip
         found |= measurement_facts(command_line("kvant"), packages)
         write_result(found, output, out, lambda: eval_answers.print_tasks(found))
@@ -264,7 +268,10 @@ def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -
         raise BadValue(
             f"--context {wanted[-1]} is longer than the model's positions reach",
             why=f"they end at {longest}",
-            ways_out=(WayOut("take the longest context", ("--context", str(longest))),),
+            ways_out=(
+                WayOut("take the longest context", ("--context", str(longest))),
+                WayOut("give it more positions, such as with YaRN", ("--hf-overrides", "JSON")),
+            ),
         )
     short = wanted[0]
     if quick:

@@ -99,6 +99,7 @@ def tasks(
     dtype: str,
     device: str,
     attention_backend: str,
+    overrides: str | None,
 ) -> dict[str, Any]:
     """Runs lm-eval's tasks against a server for each format, one after another. Returns scores by format.
 
@@ -122,6 +123,7 @@ def tasks(
             "--attention-backend", attention_backend,
             "--kv-cache-memory", str(round(8 * (length + 64) * size)),
             *_row_flags(kept),
+            *(() if overrides is None else ("--hf-overrides", overrides)),
             # lm-eval gives up on a refusal, so all its requests may wait.
             "--max-num-queued-tokens", str(32 * length),
         )  # fmt: skip

@@ -49,6 +49,14 @@ RecentDtypeOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")]
+OverridesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--hf-overrides",
+        metavar="JSON",
+        help="Values that replace those of config.json, such as a longer context with YaRN.",
+    ),
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Discard an interrupted measurement and start again.")
@@ -64,7 +72,14 @@ def parse_wide_rows(sink: int | None, recent: int, dtype: str | None) -> AskedWi
     return ask_wide(sink, recent, stored, asked_by=f"--kv-recent-tokens {recent}")
 
 
-def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str = "auto") -> LLM:
+def measured_llm(
+    model: str,
+    dtype: str,
+    device: str,
+    *,
+    attention_backend: str = "auto",
+    hf_overrides: str | None = None,
+) -> LLM:
     """Loads a model with few pages, since measurements build engines with pages of their own."""
     from rich.console import Console
 
@@ -80,6 +95,7 @@ def measured_llm(model: str, dtype: str, device: str, *, attention_backend: str 
             max_model_len=256,
             max_num_seqs=1,
             attention_backend=attention_backend,
+            hf_overrides=hf_overrides,
             progress=progress,
         )
 

@@ -106,6 +106,27 @@ def test_a_context_beyond_the_models_positions_has_a_way_out(
     assert ran.code == 2
     assert "longer than the model's positions reach" in ran.err
     assert "way out: take the longest context: --context" in ran.err
+    assert "way out: give it more positions, such as with YaRN: --hf-overrides" in ran.err
+
+
+def test_overrides_give_a_model_more_positions(model: Path, text: Path, tmp_path: Path) -> None:
+    longer = {
+        "max_position_embeddings": 1040,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 260,
+        },
+    }
+    ran = kvant(
+        "eval", model, "--dtype", "float32", "--device", "cpu", "--text", text, "--quick", "--context",
+        "1040", "--kv-format", "int4_per_token_head", "--hf-overrides", json.dumps(longer), "--format",
+        "json", env={"KVANT_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    found = json.loads(ran.out.splitlines()[-1])
+    assert found["contexts"] == [1040]
+    assert found["formats"]["int4_per_token_head"]["kld_mean"] > 0
 
 
 def test_an_interrupted_run_says_what_is_kept_and_continues(

@@ -74,10 +74,12 @@ def acceptance_length(
     time. Raises ConfigError if the format and the drafter cannot be combined.
     """
     longest = max(len(prompt) for prompt in prompts) + tokens
+    request = llm.planned.request
     drafting = LLM(
-        llm.planned.request.model,
+        request.model,
+        hf_overrides=None if request.overrides is None else request.overrides.values,
         dtype=str(llm.plan.compute_dtype.value),
-        device=str(llm.planned.request.device.kind.value),
+        device=str(request.device.kind.value),
         kv_cache_dtype=stored,
         kv_cache_memory=len(prompts) * (longest + 64) * (llm.plan.bytes_per_token_16bit * 4),
         max_model_len=longest,

@@ -66,6 +66,14 @@ def test_every_known_name_is_read_in_any_case(name: str) -> None:
     assert parse_format(name.upper(), asked_by="t") == parse_format(name, asked_by="t")
 
 
+def test_a_refusal_lists_each_known_name_once() -> None:
+    with pytest.raises(UnknownName) as refused:
+        parse_format("int5", asked_by="--kv-cache-dtype")
+    listed = str(refused.value.why).partition(": ")[2].split(", ")
+    assert len(listed) == len(set(listed))
+    assert "int4_feedback" in listed
+
+
 def test_a_pair_is_two_formats() -> None:
     wanted = parse_format("fp8/int4_per_token_head", asked_by="t")
     assert wanted == FormatRequest(KVDtype.FP8_E4M3, KVDtype.INT4_PER_TOKEN_HEAD)

@@ -44,8 +44,8 @@ class FormatRequest:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every name that `parse_format` reads, requests first and pairs last."""
-    return (*_BY_NAME, *PAIR_NAMES)
+    """Every name that `parse_format` reads, each once, requests first and pairs last."""
+    return tuple(dict.fromkeys((*_BY_NAME, *PAIR_NAMES)))
 
 
 def whole_formats() -> tuple[FormatRequest, ...]:

@@ -46,7 +46,7 @@ def check_blocks(name: str, kind: BlockType, blocks: Tensor) -> None:
     parts = blocks.contiguous().view(rows, -1, kind.num_bytes)
     places = {"Q6_K": (208,), "Q4_K": (0, 2), "Q4_1": (0, 2)}.get(kind.name, (0,))
     for at in places:
-        halves = _halves(parts[..., at : at + 2])
+        halves = parts[..., at : at + 2].view(torch.float16)
         if not bool(torch.isfinite(halves).all()):
             raise BadCheckpoint(
                 f"{name} holds {kind.name} blocks whose scale is NaN or infinite",
@@ -84,4 +84,4 @@ def _read_superblocks(kind: BlockType, parts: Tensor, columns: int) -> NarrowWei
 
 def _halves(bytes_: Tensor) -> Tensor:
     """Returns bytes, uint8 [rows, blocks, 2], as float16 [blocks, rows]."""
-    return bytes_.contiguous().view(torch.float16).squeeze(-1).t().contiguous()
+    return bytes_.view(torch.float16).squeeze(-1).t().contiguous()

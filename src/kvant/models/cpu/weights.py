@@ -13,7 +13,6 @@ The codes of all blocks are followed by scales, offsets and factors, each [block
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -130,22 +129,24 @@ def pack_narrow(weight: NarrowWeight) -> PackedWeight:
     if weight.format not in _OF_FORMAT:
         weight = with_offsets(weight)
     code, rows, columns = _OF_FORMAT[weight.format], weight.rows, weight.columns
-    tiles, blocks = -(-rows // TILE), columns // GROUP
-    codes = torch.cat([_codes_in_tiles(code, part) for part in _parts(weight)])
+    blocks = columns // GROUP
     beside = [one for one in (weight.scales, weight.offsets) if one is not None]
     if weight.factors is not None:
         beside += list(weight.factors)
+    scales = None
     if code is Code.INT8:
-        padded = weight.scales.new_zeros(tiles * TILE)
-        padded[:rows] = weight.scales
-        return PackedWeight(code, codes.view(tiles, -1), padded, rows, columns)
-    parts = [codes.view(tiles, blocks * code_bytes(code))]
-    for one in beside:
-        padded = one.new_zeros(one.shape[0], tiles * TILE)
-        padded[:, :rows] = one
-        tiled = padded.view(-1, tiles, TILE).transpose(0, 1).contiguous()
-        parts.append(tiled.view(tiles, -1).view(torch.uint8))
-    return PackedWeight(code, torch.cat(parts, 1), None, rows, columns)
+        beside, scales = [], _in_tiles(weight.scales).flatten()
+    sizes = [blocks * code_bytes(code), *(len(one) * TILE * one.element_size() for one in beside)]
+    made = torch.empty(-(-rows // TILE), sum(sizes), dtype=torch.uint8)
+    codes, *places = torch.split(made, sizes, 1)
+    vectors = codes.view(torch.int32).view(len(made), blocks, -1, TILE)
+    step = max(1, _MOST_AT_ONCE // (columns * TILE))
+    parts = torch.split(weight.codes, step * TILE)
+    for some, part in zip(torch.split(vectors, step), parts, strict=True):
+        some.copy_(_vectors(code, _in_tiles(part)))
+    for place, one in zip(places, beside, strict=True):
+        place.view(one.dtype).view(len(made), -1, TILE).copy_(_in_tiles(one.t()).transpose(1, 2))
+    return PackedWeight(code, made, scales, rows, columns)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -202,38 +203,39 @@ _MOST_AT_ONCE = 1 << 24
 """Most codes that are unpacked at once, to one byte each."""
 
 
-def _parts(weight: NarrowWeight) -> Iterable[Tensor]:
-    """Yields a weight's codes, some tiles of outputs at a time; pads the last tile with zeros."""
-    step = max(1, _MOST_AT_ONCE // (weight.columns * TILE)) * TILE
-    for part in torch.split(weight.codes, step):
-        missing = -len(part) % TILE
-        yield torch.cat((part, part.new_zeros(missing, part.shape[1]))) if missing else part
+def _in_tiles(rows: Tensor) -> Tensor:
+    """Returns [rows, ..] as [tiles, 16, ..]; pads the last tile with zeros."""
+    missing = -len(rows) % TILE
+    if missing:
+        rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+    return rows.view(-1, TILE, *rows.shape[1:])
 
 
-def _codes_in_tiles(code: Code, codes: Tensor) -> Tensor:
-    """Converts codes of some tiles of outputs, as in `NarrowWeight`, to uint8 [tiles, blocks, bytes]."""
-    tiles = len(codes) // TILE
+def _vectors(code: Code, codes: Tensor) -> Tensor:
+    """Arranges codes, uint8 [tiles, 16, bytes of a row], in vectors: int32 [tiles, blocks, vectors, 16].
+
+    An int32 is the four bytes of one output.
+    """
     if code.bits == 8:
-        parts = (codes ^ 0x80).view(tiles, TILE, -1, 8, 4)
-        return parts.permute(0, 2, 3, 1, 4).reshape(tiles, -1, 8 * 64)
+        fours = (codes ^ 0x80).view(torch.int32)
+        return fours.view(len(codes), TILE, -1, 8).permute(0, 2, 3, 1)
     if code.bits == 4 and code.format.columns == GROUP:
         # A byte already holds the inputs i and i + 16 of a block.
-        parts = codes.view(tiles, TILE, -1, 4, 4)
-        return parts.permute(0, 2, 3, 1, 4).reshape(tiles, -1, 4 * 64)
-    numbers = unpack_six(codes) if code.bits == 6 else unpack_nibbles(codes, code.format.columns)
-    steps = numbers.view(tiles, TILE, -1, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)  # halves first
+        return codes.view(torch.int32).view(len(codes), TILE, -1, 4).permute(0, 2, 3, 1)
+    rows = codes.flatten(0, 1)
+    numbers = unpack_six(rows) if code.bits == 6 else unpack_nibbles(rows, code.format.columns)
+    steps = numbers.view(len(codes), TILE, -1, 2, 4, 4).permute(3, 0, 2, 4, 1, 5)  # halves first
     low = steps & 15
-    packed = (low[0] | (low[1] << 4)).reshape(tiles, -1, 4 * 64)
-    if code.bits == 4:
-        return packed
-    high = (steps >> 4).unbind(3)
-    fields = high[0] | (high[1] << 2) | (high[2] << 4) | (high[3] << 6)
-    upper = fields.permute(1, 2, 0, 3, 4).reshape(tiles, -1, 2 * 64)
-    return torch.cat((packed, upper), 2)
+    packed = low[0] | (low[1] << 4)
+    if code.bits == 6:
+        high = (steps >> 4).unbind(3)
+        fields = high[0] | (high[1] << 2) | (high[2] << 4) | (high[3] << 6)
+        packed = torch.cat((packed, fields.permute(1, 2, 0, 3, 4)), 2)
+    return packed.contiguous().view(torch.int32).squeeze(-1)
 
 
 def _codes_of_tiles(code: Code, tiled: Tensor) -> Tensor:
-    """Does the inverse of `_codes_in_tiles`: returns codes 0..2^bits - 1, uint8 [tiles, 16, blocks, 32]."""
+    """Does the inverse of `_vectors`: returns codes 0..2^bits - 1, uint8 [tiles, 16, blocks, 32]."""
     tiles, blocks = tiled.shape[:2]
     if code.bits == 8:
         return tiled.view(tiles, blocks, 8, TILE, 4).permute(0, 3, 1, 2, 4).reshape(tiles, TILE, -1)

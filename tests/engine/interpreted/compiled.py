@@ -97,7 +97,9 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
     norm = torch.ones(128, dtype=torch.bfloat16)
     qkv = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], 1)
     rotation = HeadRotation(angles, angles, True, norm, norm, 1e-6)
-    TritonBackend().write_rotated(x.cache, qkv, rotation, x.step)
+    for tile in ((4, 1), (16, 4)):  # of few rows and of many
+        backend._rotated_at_once = lambda rows, device, tile=tile: tile  # type: ignore[misc]
+        TritonBackend().write_rotated(x.cache, qkv, rotation, x.step)
 
 
 def _engine() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from kvant.models.fused import triton_experts
 from kvant.models.fused.experts import Clamp, Experts, GateOrder, TorchExperts
 from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.models.fused.triton_experts import Choice, FewTile, ManyTile, OneTile, TritonExperts
@@ -213,15 +214,22 @@ def test_narrow_experts_are_those_of_their_decoded_weights(
     assert close(invariant.apply_chosen(x, choice.ids, choice.weights, narrow), summed)
 
 
-@pytest.mark.parametrize("pairs", [(1, 1), (5, 2), (200, 4)])
-def test_pairs_are_sorted_by_expert_in_their_order(pairs: tuple[int, int]) -> None:
+# The last needs more chunks of pairs than a program sums at a time, and more experts.
+@pytest.mark.parametrize(
+    ("pairs", "count", "chunk"),
+    [((1, 1), 8, 128), ((5, 2), 8, 128), ((200, 4), 8, 128), ((330, 4), 20, 2)],
+)
+def test_pairs_are_sorted_by_expert_in_their_order(
+    pairs: tuple[int, int], count: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_experts, "_CHUNK", chunk)
     tokens, top_k = pairs
-    experts = make(8, top_k)
+    experts = make(count, top_k)
     choice = choose(tokens, experts)
     order, ends = TritonExperts(DEVICE).sort(choice, experts.routing)
     ids = choice.ids.flatten().long()
     assert torch.equal(order.long(), torch.argsort(ids, stable=True))
-    assert torch.equal(ends.long(), torch.bincount(ids, minlength=8).cumsum(0))
+    assert torch.equal(ends.long(), torch.bincount(ids, minlength=count).cumsum(0))
 
 
 ROUTINGS = [

@@ -153,49 +153,50 @@ def count_pairs(
 
 @triton.jit(do_not_specialize=("chunks",))
 def sum_counts(
-    partial, places, ends, chunks,
-    E: tl.constexpr, E_PAD: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
+    partial, places, totals, chunks,
+    E_PAD: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One program: turns counts into places. partial, places: int32 [chunks, E_PAD].
+    """Program: sums the counts of EXPERTS experts; it divides E_PAD. partial, places: int32 [chunks, E_PAD].
 
-    places: where a chunk's first pair of each expert goes in the list of all pairs by expert. ends: int32
-    [E], the end of each expert's pairs in that list.
+    places: an expert's pairs in the chunks before. totals: int32 [E_PAD], all pairs of an expert.
     """
     _begin(AHEAD)
-    e = tl.arange(0, E_PAD)
+    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     s = tl.arange(0, STEP)
-    total = tl.zeros((E_PAD,), tl.int32)
+    total = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, chunks, STEP):
-        at = partial + (first + s)[:, None] * E_PAD + e[None, :]
-        total += tl.sum(tl.load(at, mask=(first + s < chunks)[:, None], other=0), 0)
-    until = tl.cumsum(total, 0)
-    tl.store(ends + e, until, mask=e < E)
-    base = until - total
-    for first in range(0, chunks, STEP):
-        at = partial + (first + s)[:, None] * E_PAD + e[None, :]
+        at = (first + s)[:, None] * E_PAD + e[None, :]
         there = (first + s < chunks)[:, None]
-        counts = tl.load(at, mask=there, other=0)
+        counts = tl.load(partial + at, mask=there, other=0)
         before = tl.cumsum(counts, 0) - counts
-        into = places + (first + s)[:, None] * E_PAD + e[None, :]
-        tl.store(into, base[None, :] + before, mask=there)
-        base += tl.sum(counts, 0)
+        tl.store(places + at, total[None, :] + before, mask=there)
+        total += tl.sum(counts, 0)
+    tl.store(totals + e, total)
 
 
 @triton.jit(do_not_specialize=("pairs",))
 def place_pairs(
-    ids, places, order, pairs,
-    E_PAD: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
+    ids, places, totals, order, ends, pairs,
+    E: tl.constexpr, E_PAD: tl.constexpr, CHUNK: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Program: writes one chunk of pairs to order, int32 [pairs]: by expert, then ascending."""
+    """Program: writes one chunk of pairs to order, int32 [pairs]: by expert, then ascending.
+
+    ends: int32 [E], the end of each expert's pairs in order; the first program writes it.
+    """
     _begin(AHEAD)
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     e = tl.arange(0, E_PAD)
     there = pair < pairs
     expert = tl.load(ids + pair, mask=there, other=-1)
+    total = tl.load(totals + e)
+    until = tl.cumsum(total, 0)
+    first = until - total + tl.load(places + chunk * E_PAD + e)
     hits = (expert[:, None] == e[None, :]).to(tl.int32)
-    before = tl.cumsum(hits, 0) - hits + tl.load(places + chunk * E_PAD + e)[None, :]
+    before = tl.cumsum(hits, 0) - hits + first[None, :]
     tl.store(order + tl.sum(hits * before, 1), pair, mask=there)
+    if chunk == 0:
+        tl.store(ends + e, until, mask=e < E)
 
 
 @triton.jit

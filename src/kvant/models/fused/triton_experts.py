@@ -37,6 +37,7 @@ with 512.
 """
 
 _CHUNK = 128  # pairs that one program counts or places
+_SUMMED = 8  # experts whose counts one program sums
 _STREAM_TOKENS = 64  # width of a row of sums of squares in `few_rows_kernels`
 
 
@@ -390,13 +391,16 @@ class TritonExperts:
         kernels.count_pairs[(chunks,)](
             choice.ids, partial, pairs, E_PAD=pad, CHUNK=_CHUNK, **self._options
         )
-        kernels.sum_counts[(1,)](
-            partial, places, ends, chunks, E=routing.num_experts, E_PAD=pad, STEP=64, num_warps=8,
+        totals = choice.ids.new_empty(pad)
+        columns = min(_SUMMED, pad)
+        kernels.sum_counts[(pad // columns,)](
+            partial, places, totals, chunks, E_PAD=pad, EXPERTS=columns, STEP=128, num_warps=8,
             **self._options,
         )  # fmt: skip
         kernels.place_pairs[(chunks,)](
-            choice.ids, places, order, pairs, E_PAD=pad, CHUNK=_CHUNK, num_warps=8, **self._options
-        )
+            choice.ids, places, totals, order, ends, pairs, E=routing.num_experts, E_PAD=pad,
+            CHUNK=_CHUNK, num_warps=8, **self._options,
+        )  # fmt: skip
         return order, ends
 
     def many(

@@ -1,8 +1,8 @@
-"""docs/benchmarks/narrow.md: which kernels the steps of narrow weights spend their time in."""
+"""docs/benchmarks/narrow.md: the kernels that steps of narrow weights spend their time in, and other cuts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.tables import Cells, percent, table
@@ -10,6 +10,14 @@ from benchmarks.tables import Cells, percent, table
 _PRODUCTS = "gate_up", "down", "qkv", "output"
 _HEAD = "one_row", "product", "nvjet_sm90_tst", "decode_tile"
 """Kernels that multiply by a head of 16 bits, or of one that is decoded."""
+
+_CHANGES: dict[str, Callable[[list[int], list[int]], bool]] = {
+    "other blocks ahead": lambda cut, own: cut[:2] == own[:2] and cut[3:] == own[3:],
+    "other tiles or warps": lambda cut, own: cut[:2] != own[:2] and cut[3:] == own[3:],
+    "more programs in a multiprocessor's registers": lambda cut, own: cut[3] > 1 and not cut[4],
+    "L2 asked for 8 more blocks per warp": lambda cut, own: cut[4] > 0 and cut[3] == 1,
+}  # fmt: skip
+"""Kinds of cuts: whether a cut is of this kind, beside the engine's."""
 
 
 @table("step-kernels", "h200-step-kernels.json")
@@ -27,6 +35,20 @@ def step_kernels(data: Any) -> Cells:
             [label, row["load"] + kind, f"{steps['us']:,.0f}", *cells, f"{attention:,.0f}",
              f"{rest:,.0f}", f"{steps['gap_us']:,.0f}"]
         )  # fmt: skip
+    return lines
+
+
+@table("int4-one-row-cuts", "h200-int4-one-row-cuts.json")
+def int4_one_row_cuts(data: Any) -> Cells:
+    lines = [["changed from the engine's cuts", *_PRODUCTS]]
+    first = [one for one in data["tried"] if one["round"] == 0]
+    for name, chosen in _CHANGES.items():
+        found = [
+            min((one["us"] for one in first if one["product"] == product and chosen(
+                one["cut"], [*data["engine_cuts"][product], 1, 0])), default=None)
+            for product in _PRODUCTS
+        ]  # fmt: skip
+        lines.append([name, *("-" if us is None else f"{us:.1f}" for us in found)])
     return lines
 
 

@@ -228,3 +228,14 @@ def test_a_server_tells_shares_of_long_tasks_and_the_time_left() -> None:
         "kvant: Fetching m (100 B)", "kvant: Fetching m: 20%, 40 s left", "kvant: Fetching m: 60%, 20 s left",
         "kvant: verifying kernels", "kvant: recording steps (50 steps)",
     ]  # fmt: skip
+
+
+def test_the_time_left_of_a_second_start_counts_from_that_start() -> None:
+    said: list[str] = []
+    clock = iter((0.0, 0.0, 1.0, 1000.0, 1010.0))
+    log = _LoadingLog(said.append, lambda: next(clock))
+    log(Loading("loading weights", 0, 100, "bytes"))
+    log(Loading("recording steps", 1, 50, "steps"))
+    log(Loading("loading weights", 0, 100, "bytes"))
+    log(Loading("loading weights", 50, 100, "bytes"))
+    assert said[2:] == ["kvant: loading weights: 50%, 10 s left"]

@@ -210,19 +210,21 @@ class _LoadingLog:
         self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._say, self._clock = say, clock
-        self._began: dict[
-            str, tuple[float, int]
-        ] = {}  # task -> time of its first report, done then
+        self._told: set[str] = set()
+        self._task = ""
+        self._began = (0.0, 0)  # time of the task's first report, done then
         self._said = clock()
 
     def __call__(self, news: Loading) -> None:
         now, task, total = self._clock(), news.task, news.total
-        if task not in self._began:
-            self._began[task] = (now, news.done)
+        if task != self._task:  # also when the engine is started again
+            self._task, self._began, self._said = task, (now, news.done), now
+        if task not in self._told:
+            self._told.add(task)
             size = format_size(total) if news.unit == "bytes" else f"{total} {news.unit}"
             self._say(f"kvant: {task} ({size})" if total else f"kvant: {task}")
         elif total and now >= self._said + _SECONDS_BETWEEN_LINES:
-            begin, had = self._began[task]
+            begin, had = self._began
             speed = (news.done - had) / (now - begin)
             left = f", {(total - news.done) / speed:.0f} s left" if speed else ""
             self._say(f"kvant: {task}: {news.done / total:.0%}{left}")

@@ -143,15 +143,19 @@ class _Clock:
         ring.send = counted
 
     def _marking(self, mark: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        clock = self
+        def timed(recorder: Any) -> _TimedMark:
+            made = mark(recorder)
+            return _TimedMark(made.record, self.timed("wait", made.synchronize))
 
-        class Timed:
-            def __init__(self, recorder: Any) -> None:
-                made = mark(recorder)
-                self.record = made.record
-                self.synchronize = clock.timed("wait", made.synchronize)
+        return timed  # not a class: it becomes a method
 
-        return Timed
+
+@dataclass(frozen=True, slots=True)
+class _TimedMark:
+    """A `Mark` whose waits are counted."""
+
+    record: Callable[[], None]
+    synchronize: Callable[[], None]
 
 
 class Followers:

@@ -93,6 +93,9 @@ _SIZES: dict[int, str] = {
     128: "vocab_size",
     512: "max_position_embeddings n_positions n_ctx max_seq_len",
 }
+COUNTS_OF_4 = tuple(name for name in _SIZES[4].split() if "head" in name or "experts" in name)
+"""Numbers of heads and experts."""
+
 _TINY: dict[str, Any] = {
     "initializer_range": 0.15, "pad_token_id": 0, "tie_word_embeddings": False,
     **{name: size for size, names in _SIZES.items() for name in names.split()},

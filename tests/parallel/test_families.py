@@ -30,14 +30,43 @@ def test_every_family_of_the_decoder_is_divided() -> None:
 def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     if families.too_old(name):
         pytest.skip("the installed transformers is older than the family needs")
-    families.build(name, tmp_path / "model")
-    if name == "olmo_hybrid":
-        _split_filters(tmp_path / "model" / "model.safetensors")
-    two, one = (make(tmp_path / "model", size) for size in (2, 1))
+    two, one = (make(_built(name, tmp_path), size) for size in (2, 1))
     assert tokens(two) == tokens(one)
     assert two.planned.weights_bytes is not None
     assert one.planned.weights_bytes is not None
     assert two.planned.weights_bytes < one.planned.weights_bytes
+
+
+_FEWER_HEADS = {"helium": 4, "kimi_linear": 4, "qwen2_vl": 2, "qwen2_5_vl": 2}
+"""The most ranks for which these families have a tiny model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_more_ranks_give_the_tokens_of_one(
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With four or eight ranks for two KV heads, and for two heads of keys of a recurrence."""
+    if families.too_old(name):
+        pytest.skip("the installed transformers is older than the family needs")
+    if size > _FEWER_HEADS.get(name, size):
+        pytest.skip("no tiny model of this family has as many heads")
+    if size == 8:
+        for count in families.COUNTS_OF_4:
+            monkeypatch.setitem(families._TINY, count, 8)
+    many, one = (make(_built(name, tmp_path), ranks) for ranks in (size, 1))
+    assert tokens(many) == tokens(one)
+
+
+def _built(name: str, directory: Path) -> Path:
+    """A tiny model of the family, made with the first call."""
+    path = directory / "model"
+    if not path.exists():
+        families.build(name, path)
+        if name == "olmo_hybrid":
+            _split_filters(path / "model.safetensors")
+    return path
 
 
 def _split_filters(file: Path) -> None:

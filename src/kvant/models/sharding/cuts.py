@@ -44,6 +44,7 @@ class Rule(Enum):
     EXPERT_ONCE = "added once, for each expert"
     ONE_PER_HEAD = "the one dimension that has a number for each head"
     CHANNELS = "heads of q, k and v of a recurrence, one behind the other in the first dimension"
+    KEY_HEADS = "heads of keys of a recurrence, in the first dimension"
     BY_KEY_HEAD = "heads of keys, each with its q, k, v and gate, in the first dimension"
     STRENGTHS = "heads of keys, each with two numbers for every head that it serves"
     MAMBA_ENTRY = "gate, values, groups of B and of C, and steps, in the first dimension"
@@ -61,8 +62,11 @@ _LAST = frozenset((Rule.INPUTS, Rule.MIXER_INPUTS, Rule.EXPERT_INPUTS, Rule.EXPE
 _BEFORE_LAST = frozenset((Rule.EXPERT_OUTPUTS, Rule.EXPERT_PAIRED_OUTPUTS, Rule.EXPERT_ROWS))
 
 _OF_RECURRENCES = frozenset(
-    (Rule.CHANNELS, Rule.BY_KEY_HEAD, Rule.STRENGTHS, Rule.MAMBA_ENTRY, Rule.MAMBA_CHANNELS)
-)
+    (
+        Rule.CHANNELS, Rule.KEY_HEADS, Rule.BY_KEY_HEAD, Rule.STRENGTHS, Rule.MAMBA_ENTRY,
+        Rule.MAMBA_CHANNELS,
+    )
+)  # fmt: skip
 
 _COMMON = {
     # Attention. Heads divide among ranks, so equal parts are whole heads.
@@ -144,9 +148,10 @@ _OWN: Mapping[str, Mapping[str, Rule]] = {
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _DELTA
     ),
     "olmo_hybrid": {
-        r"linear_attn\.(q|k|v|g|a|b)_proj\.weight": Rule.OUTPUTS,
+        r"linear_attn\.[qk]_(proj|conv1d)\.weight": Rule.KEY_HEADS,
+        r"linear_attn\.(v|g|a|b)_proj\.weight": Rule.OUTPUTS,
         r"linear_attn\.conv1d\.weight": Rule.CHANNELS,
-        r"linear_attn\.([qkv]_conv1d\.weight|dt_bias|A_log)": Rule.OUTPUTS,
+        r"linear_attn\.(v_conv1d\.weight|dt_bias|A_log)": Rule.OUTPUTS,
         r"linear_attn\.o_proj\.weight": Rule.MIXER_INPUTS,
         **_ALL_HEADS,
     },
@@ -291,6 +296,9 @@ class Cuts:
 
     def _ranges_of_recurrence(self, rule: Rule, found: Recurrence) -> Ranges:
         heads, key_heads, values = found.heads, found.key_heads, found.value_width
+        if rule is Rule.KEY_HEADS:
+            first, last = self.shard.kv_heads(key_heads)
+            return ((first * found.keys, last * found.keys),)
         if rule in (Rule.BY_KEY_HEAD, Rule.STRENGTHS):
             served, start = heads // key_heads, 0
             parts = [served, served]  # numbers of one head of keys

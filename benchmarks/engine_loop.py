@@ -93,8 +93,8 @@ class _Runner:
 
     def check(self) -> None: ...
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        return ()
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        return lambda: ()
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return self._graphs.num_drafts(num_sequences)

@@ -7,7 +7,7 @@ one prompt, copies its pages to every other page, and then answers prompts at on
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -69,8 +69,8 @@ class FilledRunner:
     def check(self) -> None:
         self._inner.check()
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        return self._inner.saturated()
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        return self._inner.count_saturated()
 
 
 def engine_with(

@@ -53,8 +53,8 @@ class RememberingRunner:
     def check(self) -> None:
         pass
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        return ()
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        return lambda: ()
 
     def num_drafts(self, num_sequences: int) -> Sequence[int]:
         return ()

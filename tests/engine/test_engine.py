@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvant.engine import engine as engine_module
 from kvant.engine.engine import Engine
 from kvant.engine.result import Result
 from kvant.errors import EngineFault, RequestError
 from kvant.execution.batch import Batch
+from kvant.kv.saturation import Saturated
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
 from tests.engine.fakes import EOS, VOCAB, answer, make_engine, num_computed
@@ -229,6 +231,35 @@ def test_a_request_beside_its_twin_shares_the_pages_that_are_ready() -> None:
         == list(results[first].token_ids)
         == answer(prompt_of(30), 8)
     )
+
+
+def test_counts_of_saturated_values_are_read_a_step_after_they_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_module, "SATURATION_STEPS", 4)
+    engine, runner = make_engine()
+    did: list[str] = []
+
+    def count() -> Callable[[], tuple[Saturated, ...]]:
+        did.append("asked")
+
+        def read() -> tuple[Saturated, ...]:
+            did.append("read")
+            return ()
+
+        return read
+
+    monkeypatch.setattr(runner, "count_saturated", count)
+    engine.submit(prompt_of(5), greedy(9))
+    by_step = []
+    while engine.has_work:
+        engine.step()
+        by_step.append(tuple(did))
+        did.clear()
+    asked = [place for place, one in enumerate(by_step[:-1]) if one == ("asked",)]
+    assert asked, "counts are read while requests run"
+    assert all(by_step[place + 1][0] == "read" for place in asked)
+    assert by_step[-1][-2:] == ("asked", "read"), "the last step counts too"
 
 
 def test_prefix_caching_can_be_switched_off() -> None:

@@ -105,7 +105,9 @@ def test_ranks_count_saturated_values_together(path: Path) -> None:
     two, one = (make(path, n, kv_cache_dtype="fp8_e4m3", max_model_len=96) for n in (2, 1))
     for llm in (two, one):
         llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4))
-    counts = [{s.layer: (s.k, s.v) for s in llm.engine.runner.saturated()} for llm in (two, one)]
+    counts = [
+        {s.layer: (s.k, s.v) for s in llm.engine.runner.count_saturated()()} for llm in (two, one)
+    ]
     assert counts[0] == counts[1]
 
 

@@ -180,8 +180,8 @@ def test_what_layers_could_not_hold_comes_to_the_metrics(monkeypatch: pytest.Mon
     layer = driver.plan([driver.layer(index=3)], KVDtype.FP8_E4M3).layers[0]
     monkeypatch.setattr(
         runner,
-        "saturated",
-        lambda: (Saturated(Role.TARGET, layer, 7, 0), Saturated(Role.DRAFT, layer, 0, 2)),
+        "count_saturated",
+        lambda: lambda: (Saturated(Role.TARGET, layer, 7, 0), Saturated(Role.DRAFT, layer, 0, 2)),
     )
     loop = Driver[int](engine)
     take(loop, _submit(1, (5, 6)))

@@ -45,7 +45,7 @@ from kvant.scheduling.scheduler import Schedule, Scheduler
 
 _COMPILE_LIMITS = CompileLimits()
 SATURATION_STEPS = 512
-"""Steps between two reads of the layers' counts of saturated values, since each read waits for the device."""
+"""Steps between two reads of the layers' counts of saturated values."""
 WAIT_SECONDS = 0.005
 """The longest single wait, in seconds, for pages from other tiers while no request can run."""
 _log = logging.getLogger(__name__)
@@ -109,6 +109,7 @@ class Engine:
         # The step that was launched and not read, and `time.perf_counter` when it was launched.
         self._in_flight: tuple[Launched, float] | None = None
         self._saturated: tuple[Saturated, ...] = ()
+        self._counting: Callable[[], tuple[Saturated, ...]] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -397,11 +398,20 @@ class Engine:
         return ended
 
     def _look_at_saturation(self) -> None:
-        """Warns once per layer about saturated values, every SATURATION_STEPS steps and when work ends."""
-        if self._live.by_number and self._num_steps % SATURATION_STEPS:
+        """Warns once per layer about saturated values, every SATURATION_STEPS steps and when work ends.
+
+        Between steps, counts are read one step after they were asked for: no step waits for them.
+        """
+        counting, self._counting = self._counting, None
+        found = None if counting is None else counting()
+        if not self._live.by_number:
+            found = self.runner.count_saturated()()
+        elif found is None and not self._num_steps % SATURATION_STEPS:
+            self._counting = self.runner.count_saturated()
+        if found is None:
             return
         known = {one.layer for one in self._saturated}
-        self._saturated = self.runner.saturated()
+        self._saturated = found
         new = [one for one in self._saturated if one.layer not in known]
         if new:
             _log.warning("%s", saturation_warning(new))

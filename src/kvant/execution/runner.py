@@ -56,8 +56,11 @@ class Runner(Protocol):
         """Returns the numbers of drafts, including 0, for which such steps are recorded, if any are."""
         ...
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        """Returns each layer's count of values beyond its format's range so far. Waits for the device."""
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        """Begins to count each layer's values beyond its format's range so far.
+
+        The result waits for the device; after the next step it waits no longer.
+        """
         ...
 
     def check(self) -> None:
@@ -191,8 +194,9 @@ class ModelRunner:
         index = to_device(batch.logits_index, self.device)
         return self._forward(input_ids, _moved(batch.step, self.device), index)
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        return tuple(one for pool in self.pools for one in pool.saturated())
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        counted = [pool.count_saturated() for pool in self.pools]
+        return lambda: tuple(one for read in counted for one in read())
 
     def check(self) -> None:
         """Does nothing: the whole model runs in this process."""

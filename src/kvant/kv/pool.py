@@ -7,7 +7,7 @@ their own widths, so formats mix freely. `kvant.kv.groups` decides where pages a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import EngineFault
+from kvant.kernels.transfer import to_host
 from kvant.kv.codecs import TORCH_ELEMENT
 from kvant.kv.format import Plane, Side
 from kvant.kv.groups import ArenaLayout, Owner, lay_out
@@ -212,12 +213,23 @@ class KVPool:
 
     def saturated(self) -> tuple[Saturated, ...]:
         """Return layers with values beyond their range. Waits for the device."""
-        counts = self._saturated.tolist()
-        return tuple(
-            Saturated(self.plan.role, spec, k, v)
-            for spec, (k, v) in zip(self.plan.layers, counts, strict=True)
-            if k or v
-        )
+        return self.count_saturated()()
+
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        """Begin to read which layers have values beyond their range; the result waits for them.
+
+        A call of the result after the next step waits for nothing.
+        """
+        counted = to_host(self._saturated)
+
+        def read() -> tuple[Saturated, ...]:
+            return tuple(
+                Saturated(self.plan.role, spec, k, v)
+                for spec, (k, v) in zip(self.plan.layers, counted().tolist(), strict=True)
+                if k or v
+            )
+
+        return read
 
     def refit(self, scales: Mapping[tuple[int, Side], Tensor]) -> None:
         """Replace scales outside the pages in place, by layer and side: float32 [1] or [num_kv_heads]."""

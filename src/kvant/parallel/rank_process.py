@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,6 +55,7 @@ from kvant.plan.config import engine_config
 
 if TYPE_CHECKING:
     from kvant.execution.runner import ModelRunner
+    from kvant.kv.saturation import Saturated
     from kvant.parallel.rank_offload import PageParts
     from kvant.speculative.base import Proposer
 
@@ -193,10 +195,8 @@ def _run(
                 runner.propose([ask_of(ask) for ask in asks])
             case CountSaturated():
                 # Rank 0 counts for the drafter, which every rank holds whole.
-                counts = (
-                    (one.spec.geometry.index, one.k, one.v) for one in runner.pool.saturated()
-                )
-                voice.say(Counted(tuple(counts)))
+                read = runner.pool.count_saturated()
+                threading.Thread(target=_answer, args=(voice, read), daemon=True).start()
             case KeepPages() as asked:
                 parts = keep(asked)
             case (
@@ -210,6 +210,13 @@ def _run(
                     runner.capture(seqs, tokens, length, drafts)
                 except NotServable as fault:  # rank 0 meets the same obstacle and tells the user
                     _log.warning("%s", fault)
+
+
+def _answer(voice: _Voice, read: Callable[[], tuple[Saturated, ...]]) -> None:
+    """Sends counts once the device has them, while this rank goes on with the next step."""
+    counts = tuple((one.spec.geometry.index, one.k, one.v) for one in read())
+    with suppress(OSError):  # rank 0 is gone: the pulse ends this process
+        voice.say(Counted(counts))
 
 
 def _pulse(pulse: socket.socket, left: Sequence[Path]) -> None:

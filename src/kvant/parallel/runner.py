@@ -102,18 +102,23 @@ class RankedRunner(ModelRunner):
         with self._group.together():
             super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts, told)
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        """Returns counts summed over ranks, each of which stores some of the heads."""
+    def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
+        """Counts are summed over ranks, each of which stores some of the heads."""
         self.ranks.send(CountSaturated())
-        of_draft = [one for one in super().saturated() if one.role is not self.pool.plan.role]
-        found = {one.spec.geometry.index: one for one in self.pool.saturated()}
-        for answer in self.ranks.answers():
-            assert isinstance(answer, Counted)
-            for layer, k, v in answer.saturated:
-                none = Saturated(self.pool.plan.role, self.pool.plan.layers[layer], 0, 0)
-                known = found.get(layer, none)
-                found[layer] = replace(known, k=known.k + k, v=known.v + v)
-        return (*(found[layer] for layer in sorted(found)), *of_draft)
+        read, plan = super().count_saturated(), self.pool.plan
+
+        def summed() -> tuple[Saturated, ...]:
+            own = read()
+            found = {one.spec.geometry.index: one for one in own if one.role is plan.role}
+            for answer in self.ranks.answers():
+                assert isinstance(answer, Counted)
+                for layer, k, v in answer.saturated:
+                    known = found.get(layer, Saturated(plan.role, plan.layers[layer], 0, 0))
+                    found[layer] = replace(known, k=known.k + k, v=known.v + v)
+            of_draft = (one for one in own if one.role is not plan.role)
+            return (*(found[layer] for layer in sorted(found)), *of_draft)
+
+        return summed
 
     def check(self) -> None:
         self.ranks.check()

@@ -262,3 +262,9 @@ def test_drafts_that_no_step_holds_are_refused_with_a_step_that_does(
     assert larger.arguments == ("--max-num-batched-tokens", "5")
     assert ("fewer" in fewer.text) == (tokens > 1)  # none is no number of drafts
     plan_of(replace(asked, max_num_batched_tokens=5))
+
+
+def test_a_bound_is_shown_with_all_its_digits(plain: Path) -> None:
+    ran = kvant("plan", plain, "--kv-recent-tokens", "-1")
+    assert ran.code == 2
+    assert "from 0 to 1048576" in ran.err

@@ -69,8 +69,9 @@ def parse_one(text: str, *, asked_by: str) -> Request:
     if name in _FED_BACK:
         raise NotServable(
             f"{asked_by}: Kvant does not store int8 with error feedback",
-            why="in recurrent states, errors that elements hand to the next doubled the KL divergence of "
-            "gated delta nets, and errors that elements keep take the bytes of bfloat16 (docs/decisions.md)",
+            why="it was measured in recurrent states only: errors that elements hand to the next doubled the "
+            "KL divergence of gated delta nets, and errors that elements keep take the bytes of bfloat16 "
+            "(docs/decisions.md)",
             ways_out=(
                 WayOut(f"take {KVDtype.INT8_PER_TOKEN_HEAD}, with the same bytes"),
                 WayOut(f"take {KVDtype.BFLOAT16}, which is closer to exact numbers"),

@@ -138,9 +138,9 @@ class Option:
             return " or ".join(self.choices)
         bounds = ""
         if self.low is not None and self.high is not None:
-            bounds = f" from {self.low:g} to {self.high:g}"
+            bounds = f" from {_exact(self.low)} to {_exact(self.high)}"
         elif self.low is not None:
-            bounds = f", {self.low:g} or more"
+            bounds = f", {_exact(self.low)} or more"
         return self.kind.value + bounds
 
     def _convert(self, raw: object) -> Value | None:
@@ -179,6 +179,11 @@ class Option:
         if not isinstance(value, int | float):
             return True
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+def _exact(bound: float) -> str:
+    """Returns a bound with all its digits: 1048576, 0.5."""
+    return str(int(bound)) if float(bound).is_integer() else str(bound)
 
 
 def _finite(number: int | float) -> float | None:

@@ -264,6 +264,20 @@ def test_drafts_that_no_step_holds_are_refused_with_a_step_that_does(
     plan_of(replace(asked, max_num_batched_tokens=5))
 
 
+def test_the_command_line_of_an_engine_can_be_planned(plain: Path) -> None:
+    """Options that decide how much memory pages get are the plan's own."""
+    one = json.loads(
+        kvant("plan", plain, "--max-model-len", "64", "--max-num-seqs", "1", "--format", "json").out
+    )
+    four = json.loads(
+        kvant(
+            "plan", plain, "--max-model-len", "64", "--max-num-seqs", "4",
+            "--max-num-batched-tokens", "32", "--no-enable-prefix-caching", "--format", "json",
+        ).out
+    )  # fmt: skip
+    assert (one["memory"]["capacity_tokens"], four["memory"]["capacity_tokens"]) == (64, 256)
+
+
 def test_a_bound_is_shown_with_all_its_digits(plain: Path) -> None:
     ran = kvant("plan", plain, "--kv-recent-tokens", "-1")
     assert ran.code == 2

@@ -215,12 +215,6 @@ class PlanOptions:
     tensor_parallel_size: int = option(
         1, "Devices that share the model, one process each.", low=1, high=64, short=("-tp",)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions(PlanOptions):
-    """Options of a running engine: those of its plan, and how requests share the engine."""
-
     max_num_seqs: int | None = _run(
         None, "Most sequences that run at once.", low=1, high=2**16, unset="32 on a CPU, else 256"
     )
@@ -232,6 +226,12 @@ class EngineOptions(PlanOptions):
         unset="512 on a CPU, else 8192 + max_num_seqs",
     )
     enable_prefix_caching: bool = _run(True, "Share pages between requests with equal beginnings.")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions(PlanOptions):
+    """Options of a running engine: those of its plan, and of its process."""
+
     device: str = _run("auto", "auto, cpu or cuda.")
     rank_launcher: str = _run(
         "here",
@@ -336,12 +336,7 @@ def engine_config(settings: Settings, *, num_requests: int | None = None) -> Eng
     if seqs is None and num_requests is not None:
         seqs = min(default_num_seqs(device), num_requests)
     return EngineConfig(
-        replace(
-            plan_request(settings, device),
-            max_num_seqs=seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            prefix_caching=options.enable_prefix_caching,
-        ),
+        replace(plan_request(settings, device), max_num_seqs=seqs),
         options.seed,
         options.load_format == "dummy",
         CompileLimits(options.structured_timeout, options.structured_cache_bytes),
@@ -399,6 +394,9 @@ def plan_request(settings: Settings, device: DeviceFacts) -> PlanRequest:
         if options.weight_activations is None
         else Activations(options.weight_activations),
         tensor_parallel_size=options.tensor_parallel_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        prefix_caching=options.enable_prefix_caching,
     )
 
 

@@ -141,6 +141,7 @@ def test_weights_kvant_does_not_load_are_refused_and_planned_with_a_note(
     with pytest.raises(BadCheckpoint, match=expected) as caught:
         locate(str(path))
     assert caught.value.exit_code == 2
+    assert caught.value.ways_out
     assert caught.value.what in locate(str(path), weights=False).obstacles[0]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.json_file import COPY_AGAIN
 
 _MOST_NAMED = 5
 
@@ -33,4 +34,5 @@ def check_finite(path: Path, module: nn.Module) -> None:
             f"{path}: {len(broken)} of the model's weights hold NaN or infinite numbers: {shown}",
             why="every logit would be NaN; the files are damaged, or a conversion exceeded the range "
             "of their dtype",
+            ways_out=(COPY_AGAIN,),
         )

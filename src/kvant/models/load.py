@@ -21,6 +21,7 @@ from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
 from kvant.kv.checkpoint.scales import read_scale_values
+from kvant.kv.checkpoint.json_file import COPY_AGAIN
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
@@ -365,4 +366,5 @@ def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
         raise BadCheckpoint(
             f"{path} lacks {len(missing)} of the model's weights: {shown}",
             why="; ".join(info["error_msgs"]) or "the files are incomplete or of another model",
+            ways_out=(COPY_AGAIN,),
         )

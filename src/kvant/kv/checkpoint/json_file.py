@@ -12,6 +12,9 @@ from kvant.errors import BadCheckpoint, BadValue, WayOut
 MAX_JSON_BYTES = 256 * 2**20
 """Above any config or index seen; the index of a model with 100,000 tensors takes about 10 MB."""
 
+COPY_AGAIN = WayOut("fetch the model's files again and compare their sizes with the source's")
+"""The way out of a damaged or incomplete file."""
+
 _MOST_SHOWN = 200
 _LFS = b"version https://git-lfs"
 
@@ -33,10 +36,14 @@ def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as fault:
-        raise BadCheckpoint(f"{path} is no JSON object", why=_first_line(fault)) from None
+        raise _no_object(path, _first_line(fault)) from None
     if not isinstance(found, dict):
-        raise BadCheckpoint(f"{path} is no JSON object", why=f"it holds a {type(found).__name__}")
+        raise _no_object(path, f"it holds a {type(found).__name__}")
     return found
+
+
+def _no_object(path: Path, why: str) -> BadCheckpoint:
+    return BadCheckpoint(f"{path} is no JSON object", why=why, ways_out=(COPY_AGAIN,))
 
 
 def parse_option_object(

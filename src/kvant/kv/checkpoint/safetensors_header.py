@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.json_file import (
+    COPY_AGAIN,
     parse_json_object,
     read_json_object,
     refuse_lfs_pointer,
@@ -115,7 +116,9 @@ def read_headers(directory: Path) -> tuple[Header, ...] | None:
     for name, shard in files.shard_of.items():
         if home.get(name) != path_of[shard]:
             raise BadCheckpoint(
-                f"{path_of[shard]} lacks tensor {name!r}", why=f"{INDEX_NAME} says it is there"
+                f"{path_of[shard]} lacks tensor {name!r}",
+                why=f"{INDEX_NAME} says it is there",
+                ways_out=(COPY_AGAIN,),
             )
     return headers
 
@@ -229,4 +232,5 @@ def _stays_inside(shard: str) -> bool:
 
 
 def _broken(path: Path, why: str) -> BadCheckpoint:
-    return BadCheckpoint(f"{path} is no whole safetensors file", why=why)
+    what = f"{path} is no whole safetensors file"
+    return BadCheckpoint(what, why=why, ways_out=(COPY_AGAIN,))

@@ -342,3 +342,29 @@ def test_an_engine_names_unused_scales_once_and_with_the_reason(tmp_path: Path) 
         "model.layers.0.mlp.up_proj.input_scale and 3 more (scales of activations) are unused: "
         "products take 16-bit activations"
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])  # compiled; left to transformers' modules
+def test_a_config_with_other_heads_than_the_files_is_refused_by_plan_and_start(
+    family: str, tmp_path: Path
+) -> None:
+    path = tiny.build(family, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["num_key_value_heads"] = 4
+    (path / "config.json").write_text(json.dumps(config))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    found = plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
+    assert not found.can_run
+    assert any(name in line and "config.json makes it 64 x 64" in line for line in found.warnings)
+    with pytest.raises(BadCheckpoint, match=rf"{name} has the shape 32 x 64") as refused:
+        LLM(path, kv_cache_memory="1MiB")
+    assert refused.value.ways_out
+
+
+def test_a_tensor_of_another_shape_is_named_although_kvant_lists_no_shape_for_it(
+    tmp_path: Path,
+) -> None:
+    name = "model.layers.1.input_layernorm.weight"
+    path = _with(tiny.build("llama", tmp_path), lambda t: t.update({name: t[name][:32]}))
+    with pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[32\](.|\n)*makes it \[64\]"):
+        LLM(path, kv_cache_memory="1MiB")

@@ -20,8 +20,8 @@ from transformers.initialization import no_init_weights
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
-from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.checkpoint.json_file import COPY_AGAIN
+from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
@@ -180,7 +180,8 @@ def _read_config(path: Path) -> PreTrainedConfig:
         )
     except Exception as fault:  # each family checks its fields in its own way
         raise BadCheckpoint(
-            f"{path}: transformers cannot read config.json", why=f"{type(fault).__name__}: {fault}"
+            f"{path}: transformers cannot read config.json",
+            why=f"{type(fault).__name__}: {fault}",
         ) from fault
     assert isinstance(config, PreTrainedConfig)
     settle_outputs(config)
@@ -202,6 +203,7 @@ def _read_weights(
         "attn_implementation": attending(config, ATTENTION_NAME),
         "device_map": None if device.type == "cpu" else {"": device},
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # `_check_complete` names them
     }
     if narrow is not None:
         options["quantization_config"] = narrow
@@ -359,7 +361,19 @@ def _matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
-    """Raises BadCheckpoint if the files lack weights, which transformers would fill with random numbers."""
+    """Raises BadCheckpoint for weights that transformers would fill with random numbers.
+
+    Those are weights that the files lack, and weights that have another shape there.
+    """
+    unlike = sorted(info["mismatched_keys"])
+    if unlike:
+        name, stored, wanted = unlike[0]
+        others = f", and {len(unlike) - 1} more are of another shape" if len(unlike) > 1 else ""
+        raise BadCheckpoint(
+            f"{path}: {name} has the shape {list(stored)}{others}",
+            why=f"config.json makes it {list(wanted)}",
+            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+        )
     missing = sorted(info["missing_keys"])
     if missing or info["error_msgs"]:
         shown = ", ".join(missing[:5]) + (", .." if len(missing) > 5 else "")

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
-from kvant.models.geometry.parameters import Weight
+from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.quantization import Activations, Quantization, rounds
 from kvant.models.stored import NotStored, Stored
 from kvant.weights.format import Dialect, Scheme, block_type
@@ -385,6 +385,18 @@ def _numbers(
             TensorState.WRONG,
         )
         fault = BadCheckpoint(f"{name} has the dtype {dtype}", why=because)
+    elif (
+        name.endswith(".weight")
+        and weight is not None
+        and weight.kind is WeightKind.LINEAR
+        and (shape != (weight.rows, weight.columns))
+    ):
+        because, state = f"config.json makes it {weight.rows} x {weight.columns}", TensorState.WRONG
+        fault = BadCheckpoint(
+            f"{name} has the shape {' x '.join(map(str, shape))}",
+            why=because,
+            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+        )
     elif use.rounded is not None:
         because = _rounded(layer, weight, shape, use, use.rounded)
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)

@@ -264,7 +264,8 @@ class Plan:
     @property
     def can_run(self) -> bool:
         """True if no known obstacle prevents the plan from running."""
-        return not self.obstacles and not self._memory_warnings()
+        is_whole = self.audit is None or self.audit.refusal is None
+        return is_whole and not self.obstacles and not self._memory_warnings()
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -60,6 +60,17 @@ def test_whatever_is_wrong_with_a_tokenizer_is_its_files_fault(
         read(path)
 
 
+@pytest.mark.parametrize("read", [text.open_tokenizer, template.open_tokenizer])
+def test_a_config_that_transformers_refuses_is_no_fault_of_the_tokenizer(
+    tmp_path: Path, read: Callable[[Path], Tokenizing | None]
+) -> None:
+    path = tiny_chat.build(tmp_path)
+    said = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**said, "use_cache": "often"}))
+    with pytest.raises(BadCheckpoint, match=r"config\.json(.|\n)*'use_cache'"):
+        read(path)
+
+
 CUT = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
 FILLED = {
     "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,

@@ -182,6 +182,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
         raise BadCheckpoint(
             f"{path}: transformers cannot read config.json",
             why=f"{type(fault).__name__}: {fault}",
+            ways_out=(WayOut("compare it with the one the model was published with"),),
         ) from fault
     assert isinstance(config, PreTrainedConfig)
     settle_outputs(config)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, WayOut
 from kvant.models.quiet import quiet_transformers
 
 
@@ -17,6 +18,12 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(
                 str(path), trust_remote_code=False, local_files_only=True
             )
+    except StrictDataclassError as fault:  # transformers reads config.json on its way
+        raise BadCheckpoint(
+            f"{path}: transformers cannot read config.json",
+            why=str(fault),
+            ways_out=(WayOut("compare it with the one the model was published with"),),
+        ) from fault
     except Exception as fault:  # the tokenizers library raises plain Exception
         raise BadCheckpoint(
             f"{path} has no tokenizer that can be read", why=f"{type(fault).__name__}: {fault}"

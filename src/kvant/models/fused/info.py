@@ -7,7 +7,7 @@ from kvant.kv.geometry import Attention
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.recipe import Recipe, activation_of
 from kvant.models.fused.recipes import recipe_of
-from kvant.models.geometry.fields import text_section
+from kvant.models.geometry.fields import Fields, text_section
 from kvant.models.geometry.parameters import QKNorm
 from kvant.models.weights import ELEMENT_BYTES
 
@@ -94,7 +94,8 @@ def products(facts: ForwardFacts) -> list[tuple[int, int]]:
     geometry = facts.geometry
     hidden, layer = geometry.hidden_size, geometry.layers[0]
     heads, dim = layer.num_q_heads, layer.head_dim_k
-    inner = text_section(facts.config).get("intermediate_size", _DEFAULT_INNER)
+    text = Fields(text_section(facts.config))
+    inner = text.optional_integer("intermediate_size") or _DEFAULT_INNER
     return [
         ((heads + 2 * layer.num_kv_heads) * dim, hidden),
         (hidden, heads * dim),

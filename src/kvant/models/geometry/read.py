@@ -15,6 +15,22 @@ from kvant.models.geometry.rope import DYNAMIC, rope_section, rope_types
 
 _MAX_VOCABULARY = 2**28
 
+_SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_cache", "norm_topk_prob")
+_NUMBERS = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "norm_eps",
+    "attention_dropout",
+    "initializer_range",
+    "rope_theta",
+)
+_TEXTS = ("hidden_act", "hidden_activation")
+_COUNTS = (
+    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts", "num_local_experts",
+    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "decoder_sparse_step",
+)  # fmt: skip
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     """Returns the shape of the model of a config.json.
@@ -28,6 +44,8 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     family = find_family(config)
     fields = text_fields(config, family)
     _refuse_unread_overrides(fields, family)
+    for section in (Fields(config), fields):
+        _refuse_wrong_kinds(section)
     layers = family.layers(fields, family.prefix)
     top = Fields(config)
     model_type = top.text("model_type") or family.model_types[0]
@@ -96,3 +114,24 @@ def _refuse_unread_overrides(fields: Fields, family: Family) -> None:
         raise fields.bad(
             "per_layer_config", f"Kvant does not know {family.title} with layers that differ"
         )
+
+
+def _refuse_wrong_kinds(fields: Fields) -> None:
+    """Raises BadCheckpoint for values of another kind than transformers' classes take.
+
+    Planning reads none of these fields, but a start gives them to transformers, which refuses them there.
+    """
+    for name in _SWITCHES:
+        fields.flag(name)
+    for name in _NUMBERS:
+        fields.number(name, 0.0)
+    for name in _TEXTS:
+        fields.text(name)
+    for name in _TOKENS:
+        value = fields.raw(name)
+        ids = value if isinstance(value, list) else [value]
+        if value is not None and any(type(token) is not int for token in ids):
+            raise fields.bad(name, "it must be a token id, or a list of them")
+    for name in ("intermediate_size", *_COUNTS):
+        if not isinstance(fields.raw(name), list):  # a list has one for each layer
+            fields.optional_integer(name, least=0 if name in _COUNTS else 1)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from kvant.measure.gpu_time import captured, replay_us
 from kvant.weights.choose import multiply as chosen
 from kvant.weights.codecs import NarrowWeight, decode, encode
-from kvant.weights.cuda import few_rows, shared_rows
+from kvant.weights.cuda import few_rows, shared_rows, wide_rows
 from kvant.weights.cuda.few_rows import Warps
 from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import (
@@ -44,7 +45,9 @@ CHECKED = {
     **FORMATS, "int8": INT8_CHANNEL, "int4 z": int4_groups(128, zero_points=True),
 }  # fmt: skip
 _CACHE_BYTES = 200 << 20
-Cut = Tiles | Warps | Shares | None
+_SHARED, _RESERVED = 228 << 10, 1 << 10
+"""Bytes of shared memory of a Hopper multiprocessor, and bytes that the system takes for each program."""
+Cut = Tiles | Warps | Shares | wide_rows.Cut | None
 """A cut to measure; None for the engine's choice."""
 
 
@@ -56,6 +59,9 @@ def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
             found = [(1, 8, 4), (1, 8, 2), (1, 4, 4), (1, 4, 8), (1, 16, 2), (2, 8, 2), (2, 4, 4)]
         else:
             found = [(1, 8, 3), (2, 8, 3), (4, 4, 2)]
+            if wide_rows.reads(fmt, *shape, torch.bfloat16):
+                yield from dict.fromkeys(wide_cuts(fmt, rows, shape))
+                return
             kinds = (2, 4, 3), (2, 4, 4), (4, 4, 3), (2, 8, 3), (1, 8, 3)
             yield from dict.fromkeys(
                 _shares(shape, *kind, n) for kind in kinds for n in (132, 264, 396)
@@ -68,6 +74,20 @@ def cuts(fmt: WeightFormat, rows: int, shape: tuple[int, int]) -> Iterator[Cut]:
             yield Tiles(tokens, height, 128, split, stages, warps)
 
 
+def wide_cuts(fmt: WeightFormat, tokens: int, shape: tuple[int, int]) -> Iterator[wide_rows.Cut]:
+    """Returns cuts of `wide_rows` that fit: 64 to 192 rows per program; parts fill an H200 once or twice."""
+    rows, columns = shape
+    tiles, depths = few_rows.token_tiles(tokens), (2, 4) if fmt.code.bits == 4 else (1, 2)
+    for warps, resident in ((4, 2), (4, 1), (8, 1), (12, 1)):
+        stripes = -(-rows // (16 * warps))
+        for deep, stages, programs in product(depths, (2, 3), (132, 264)):
+            parts = max(1, min(resident * programs // stripes, columns // (256 * deep)))
+            cut = wide_rows.Cut(1, warps, stages, 4, parts, deep, resident)
+            needed = wide_rows.shared_bytes(wide_rows.defines(fmt, tiles, torch.bfloat16, cut))
+            if resident * (needed + _RESERVED) <= _SHARED:
+                yield cut
+
+
 def _shares(shape: tuple[int, int], tiles: int, warps: int, stages: int, programs: int) -> Shares:
     stripes = -(-shape[0] // (16 * tiles * warps))
     return Shares(tiles, warps, stages, max(1, min(round(programs / stripes), shape[1] // 256)))
@@ -78,6 +98,8 @@ def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:
         return chosen(x, weight, None)
     if isinstance(cut, Warps):
         return few_rows.multiply(x, weight, None, cut, few_rows.Kind(one=len(x) == 1))
+    if isinstance(cut, wide_rows.Cut):
+        return wide_rows.multiply(x, weight, None, cut).out
     if isinstance(cut, Shares):
         return shared_rows.multiply(x, weight, None, cut)
     return tiled(x, weight, None, cut)
@@ -104,14 +126,17 @@ def build_all(numbers: Sequence[int], threads: int) -> None:
         for rows in numbers
         for shape in SHAPES.values()
         for cut in cuts(fmt, rows, shape)
-        if isinstance(cut, Warps | Shares)
+        if isinstance(cut, Warps | Shares | wide_rows.Cut)
     }
 
-    def make(task: tuple[WeightFormat, int, int, Warps | Shares]) -> None:
+    def make(task: tuple[WeightFormat, int, int, Warps | Shares | wide_rows.Cut]) -> None:
         torch.zeros(1, device="cuda")  # makes the context this thread's
         fmt, columns, rows, cut = task
         kind, tiles = few_rows.Kind(one=rows == 1), few_rows.token_tiles(rows)
         try:
+            if isinstance(cut, wide_rows.Cut):
+                wide_rows.kernel(fmt, tiles, torch.bfloat16, wide_rows.compiled_as(cut))
+                return
             if isinstance(cut, Shares):
                 parts = min(cut.parts, 2)
                 cut = Shares(cut.tiles, cut.warps, cut.stages, parts)
@@ -199,6 +224,8 @@ def _short(cut: Cut) -> str:
         return "chosen"
     if isinstance(cut, Warps):
         return f"({cut.tiles},{cut.warps},{cut.ahead})"
+    if isinstance(cut, wide_rows.Cut):
+        return f"<{cut.warps},{cut.stages},{cut.deep},{cut.resident}/{cut.parts}>"
     if isinstance(cut, Shares):
         return f"[{cut.tiles},{cut.warps},{cut.stages}/{cut.parts}]"
     return f"({cut.rows},{cut.stages},{cut.warps}/{cut.split})"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
+
+from benchmarks.weight_products import FORMATS as MEASURED
+from benchmarks.weight_products import SHAPES, wide_cuts
 
 from kvant.weights import choose
 from kvant.weights.blocks import read_blocks
@@ -17,7 +22,7 @@ from kvant.weights.codecs import (
     round_groups,
     rows_of,
 )
-from kvant.weights.cuda import few_rows
+from kvant.weights.cuda import few_rows, wide_rows
 from kvant.weights.format import (
     BLOCK_TYPES,
     FP8_BLOCK,
@@ -213,3 +218,14 @@ def test_a_large_weight_is_decoded_in_parts(
     parts = choose._by_decoding(x, weight, added)
     assert rows == [100, 33, 33, 33, 1]
     assert (parts.float() - whole.float()).norm() < BOUND * whole.float().norm()
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_cuts_to_measure_have_work_for_every_program_and_fit(name: str) -> None:
+    fmt = MEASURED[name]
+    for tokens, (rows, columns) in product((16, 64), SHAPES.values()):
+        cuts = list(wide_cuts(fmt, tokens, (rows, columns)))
+        assert len({cut.rows for cut in cuts}) == 3
+        for cut in cuts:
+            assert cut.resident * wide_rows.threads(cut) <= 2048
+            assert cut.parts * cut.deep * few_rows.BLOCK <= columns

@@ -141,6 +141,7 @@ class _Bench:
             paths["many"] = many
         if sweep:
             paths |= self._tiles(tokens, single, few, many)
+            paths |= self._copies(tokens, x, choices)
         expected, picked = self._expected(x, choices[0], layers[0])
         found_rows: list[dict[str, Any]] = []
         for name, path in paths.items():
@@ -195,6 +196,15 @@ class _Bench:
                 name = f"many {one_name} s{many_tile.stages} w{many_tile.warps}"
                 found[name] = partial(many, tiles=(many_tile, many_tile))
         return found
+
+    def _copies(self, tokens: int, x: Any, choices: Any) -> dict[str, Callable[[int], Any]]:
+        from benchmarks.expert_copies import Copied, multiply, ways
+
+        def run(i: int, how: Copied) -> Any:
+            parts = multiply(self.kernels, x, choices[i], self.layers[i], how)
+            return self.kernels.combine(parts, x)
+
+        return {str(how): partial(run, how=how) for how in ways(tokens)} if tokens >= 256 else {}
 
     def _torch(self, x: Any, choice: Any, layer: Any) -> Any:
         """Computes both products with torch's grouped product, including sort, activation and sum."""

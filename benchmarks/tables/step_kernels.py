@@ -1,4 +1,4 @@
-"""docs/benchmarks/narrow.md: the kernels that steps of narrow weights spend their time in, and other cuts."""
+"""docs/benchmarks/narrow.md and moe.md: the kernels that steps spend their time in, and other cuts."""
 
 from __future__ import annotations
 
@@ -70,3 +70,36 @@ def _parts(steps: Any) -> Iterator[tuple[str, tuple[float, str]]]:
         if one["name"].startswith(("paged_attention", "combine", "cudnn", "rotate_and_store"))
     ]
     yield "attention", (sum(one["own_us"] for one in found), "")
+
+
+_EXPERTS = {
+    "gate and up of experts": ("many#1",),
+    "down of experts": ("many#2",),
+    "experts chosen and listed": ("route", "count_pairs", "sum_counts", "place_pairs"),
+    "experts' results added": ("combine#2",),
+    "attention": ("paged_attention", "cudnn", "combine#1", "gather_rows", "list_items"),
+    "rotation": ("rotate_and_store",),
+    "other products": ("nvjet",),
+    "norms": ("_add_norm",),
+}
+"""Beginnings of the names of kernels. Other products: dense layers, routers and the head."""
+
+
+@table("step-experts", "h200-step-experts.json")
+def step_experts(data: Any) -> Cells:
+    steps = [row["steps"] for row in data["rows"]]
+    lines = [["part", *(f"{one['kind']}, us" for one in steps)]]
+    found = [_experts(one) for one in steps]
+    for name in found[0]:
+        lines.append([name, *(f"{one[name]:,.0f}" for one in found)])
+    return lines
+
+
+def _experts(steps: Any) -> dict[str, float]:
+    """Returns microseconds of each part of a step; they add up to the step."""
+    found = {
+        name: sum(one["own_us"] for one in steps["kernels"] if one["name"].startswith(starts))
+        for name, starts in _EXPERTS.items()
+    }
+    rest = steps["us"] - steps["gap_us"] - sum(found.values())
+    return found | {"the rest": rest, "gaps": steps["gap_us"], "the step": steps["us"]}

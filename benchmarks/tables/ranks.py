@@ -22,3 +22,15 @@ def ranks(data: Any) -> Cells:
              "-" if goal is None else held(two / one, goal, least=True)]
         )  # fmt: skip
     return lines
+
+
+@table("rank-host", "h200-rank-host.json")
+def host(data: Any) -> Cells:
+    lines = [["sequences", "other processes", "host, us", "of it encoding and sending, us"]]
+    for row in data["rows"]:
+        sent = (a + b for a, b in zip(row["encode_us"], row["send_us"], strict=True))
+        lines.append(
+            [f"{row['sequences']}", row["processes"], " / ".join(f"{us:.0f}" for us in row["host_us"]),
+             " / ".join(f"{us:.0f}" for us in sent)]
+        )  # fmt: skip
+    return lines

@@ -33,7 +33,8 @@ class Param:
     help: one line of help. low, high: inclusive bounds; with above_low, `low` itself is refused.
     client_high: a lower upper bound for HTTP clients, as in OpenAI's API. from_model: a checkpoint's
     generation_config.json may set the default. has_flag: the commands that generate offer a flag.
-    needs_text: only a model with a tokenizer can serve it.
+    needs_text: only a model with a tokenizer can serve it. items: what a server calls its items in the error
+    for too many (`Limits.items_of`). is_tokens: its items, or its keys, are token ids.
     """
 
     help: str
@@ -44,6 +45,8 @@ class Param:
     from_model: bool = False
     has_flag: bool = False
     needs_text: bool = False
+    items: str = ""
+    is_tokens: bool = False
 
 
 def _param(default: Any, help: str, **details: Any) -> Any:
@@ -159,15 +162,28 @@ class SamplingParams:
     max_tokens: int | None = _param(16, "Maximum number of new tokens.", low=0)
     min_tokens: int = _param(0, "Minimum number of new tokens.", low=0)
     stop: str | Sequence[str] = _param(
-        (), "End the answer before this text; may be repeated.", has_flag=True, needs_text=True
+        (),
+        "End the answer before this text; may be repeated.",
+        has_flag=True,
+        needs_text=True,
+        items="strings",
     )
-    stop_token_ids: Sequence[int] = _param((), "Token ids that end the answer.")
+    stop_token_ids: Sequence[int] = _param((), "Token ids that end the answer.", is_tokens=True)
     ignore_eos: bool = _param(False, "Continue after the end of the text.", has_flag=True)
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _param(
-        (), "Added to the logits of these token ids, -100 to 100."
+        (),
+        "Added to the logits of these token ids, -100 to 100.",
+        low=-100,
+        high=100,
+        items="entries",
+        is_tokens=True,
     )
-    bad_words: Sequence[str] = _param((), "Texts that the answer never contains.", needs_text=True)
-    allowed_token_ids: Sequence[int] | None = _param(None, "The only tokens of the answer.")
+    bad_words: Sequence[str] = _param(
+        (), "Texts that the answer never contains.", needs_text=True, items="texts"
+    )
+    allowed_token_ids: Sequence[int] | None = _param(
+        None, "The only tokens of the answer.", is_tokens=True
+    )
     structured_outputs: StructuredOutputs | None = _param(  # noqa: RUF009
         None, "The form of the answer.", needs_text=True
     )
@@ -426,7 +442,7 @@ _SCALARS = tuple(
     for name, param in PARAMS.items()
     if (kind := scalar_type(name)) is not None
 )
-_BIAS = _Scalar(float, False, Param("", -100.0, 100.0))
+_BIAS = _Scalar(float, False, PARAMS["logit_bias"])
 
 EMBEDDING = SamplingParams(temperature=0, max_tokens=0)
 """The parameters of every request to an engine that embeds."""

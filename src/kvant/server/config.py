@@ -57,7 +57,7 @@ class Limits:
     )
     logit_bias: int = _most(MAX_LOGIT_BIAS, "Entries of logit_bias.", low=0, high=MAX_LOGIT_BIAS)
     bad_words: int = _most(MAX_BAD_WORDS, "Texts of bad_words.", low=0, high=MAX_BAD_WORDS)
-    stops: int = _most(MAX_STOPS, "Stop strings.", low=0, high=MAX_STOPS)
+    stop: int = _most(MAX_STOPS, "Stop strings.", name="stops", low=0, high=MAX_STOPS)
     stop_chars: int = _most(
         MAX_STOP_CHARS, "Characters of a stop string.", low=1, high=MAX_STOP_CHARS
     )
@@ -101,6 +101,11 @@ class Limits:
         name="ping_interval",
         low=0.1,
     )
+
+    def items_of(self, parameter: str) -> int:
+        """Returns the most items of a sampling parameter whose declaration names them (`Param.items`)."""
+        most: int = getattr(self, parameter)
+        return most
 
     @property
     def form(self) -> FormLimits:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvant import __version__
-from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS
+from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS, PARAMS
 from kvant.server.config import Limits
 from kvant.server.parameters import Table
 from kvant.server.requests import Facts
@@ -191,13 +191,10 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "logprobs": logprobs,
         "top_logprobs": logprobs,
         "prompt_logprobs": logprobs,
-        "bad_words": {
-            "string": {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARS},
-            "array": {"maxItems": limits.bad_words},
-        },
+        "bad_words": {"string": {"minLength": 1, "maxLength": MAX_BAD_WORD_CHARS}},
         "guided_choice": {"string": {"minLength": 1}, "array": {"minItems": 1}},
-        "stop": {"string": stop, "array": {"maxItems": limits.stops}},
-        "stop_sequences": {"string": stop, "array": {"maxItems": limits.stops}},
+        "stop": {"string": stop},
+        "stop_sequences": {"string": stop, "array": {"maxItems": limits.stop}},
         "input": {"array": {"minItems": 1}},
         "cache_salt": {
             "string": {"pattern": "^[A-Za-z0-9_-]+$", "maxLength": limits.cache_salt_chars}
@@ -213,10 +210,10 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         },
     }
     if facts is None:
-        return found
+        return _with_declared(found, limits, None)
     token = {"minimum": 0, "maximum": facts.vocab_size - 1}
     new = {"integer": {"maximum": facts.max_model_len - 1}}
-    return {
+    found = {
         **found,
         "model": {"string": {"enum": list(facts.names)}},
         "max_tokens": new,
@@ -224,19 +221,34 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "max_output_tokens": new,
         "n_predict": {"integer": {"minimum": 1, "maximum": facts.max_model_len - 1}},
         "min_tokens": new,
-        "stop_token_ids": {"integer": token},
-        "allowed_token_ids": {"integer": token, "array": {"minItems": 1}},
-        "logit_bias": {
-            "object": {
-                "maxProperties": limits.logit_bias,
-                # Narrower than what the server accepts: all numbers with fewer digits are token ids.
-                "propertyNames": {"pattern": f"^[0-9]{{1,{len(str(facts.vocab_size)) - 1}}}$"},
-            },
-            "number": {"minimum": -100, "maximum": 100},
-        },
+        "allowed_token_ids": {"array": {"minItems": 1}},
         "tokens": {"integer": token},
         "prompt": {"integer": token, "string": {"minLength": 1}, "array": {"minItems": 1}},
     }
+    return _with_declared(found, limits, token)
+
+
+def _with_declared(
+    narrower: Mapping[str, Keywords], limits: Limits, token: Mapping[str, int] | None
+) -> dict[str, Keywords]:
+    """Adds what sampling parameters declare: the number of items, and token ids. token: their bounds."""
+    found: dict[str, Keywords] = dict(narrower)
+    for name, param in PARAMS.items():
+        own: dict[str, dict[str, Any]] = {"array": {}, "object": {}}
+        if param.items:
+            most = limits.items_of(name)
+            own = {"array": {"maxItems": most}, "object": {"maxProperties": most}}
+        if param.is_tokens and token is not None:
+            own["integer"] = dict(token)
+            # Narrower than what the server accepts: all numbers with fewer digits are token ids.
+            digits = len(str(token["maximum"] + 1)) - 1
+            own["object"]["propertyNames"] = {"pattern": f"^[0-9]{{1,{digits}}}$"}
+            own["number"] = {"minimum": param.low, "maximum": param.high}
+        stated = found.get(name, {})
+        found[name] = {
+            kind: {**stated.get(kind, {}), **own.get(kind, {})} for kind in {*stated, *own}
+        }
+    return found
 
 
 def _narrow(schema: dict[str, Any], keywords: Keywords) -> None:

@@ -414,16 +414,14 @@ def _sampling(
     limits: Limits,
     facts: Facts,
 ) -> SamplingParams:
-    said = {name: value for name in PARAMS if (value := getattr(body, name)) is not None}
+    given = ((name, getattr(body, name)) for name in PARAMS)
+    said = {name: _collected(name, value, limits) for name, value in given if value is not None}
     for name, value in said.items():
         if PARAMS[name].needs_text and value and not facts.has_tokenizer:
             raise bad_request(f"{name} needs a tokenizer; this model has none", name)
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    _at_most(len(stops), limits.stops, "stop", "strings")
-    for stop in stops:
+    for stop in said.get("stop", ()):
         if not 0 < len(stop) <= limits.stop_chars:
             raise bad_request(f"a stop string has 1 to {limits.stop_chars} characters", "stop")
-    _at_most(len(body.bad_words or ()), limits.bad_words, "bad_words", "texts")
     _at_most(len(body.allowed_token_ids or ()), facts.vocab_size, "allowed_token_ids", "ids")
     form = _form(body, limits)
     if form is not None and not facts.has_tokenizer:
@@ -433,7 +431,6 @@ def _sampling(
         prompt_logprobs = max(logprobs or 0, prompt_logprobs or 0)
     said |= {
         "max_tokens": max_tokens,
-        "logit_bias": _logit_bias(body.logit_bias, limits),
         "structured_outputs": form,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
@@ -453,15 +450,21 @@ def _sampling(
     return sampling
 
 
-def _logit_bias(given: Mapping[str, float] | None, limits: Limits) -> dict[int, float]:
-    """Returns logit_bias with integer keys. JSON's keys are texts, which must be plain decimal ids."""
-    _at_most(len(given or ()), limits.logit_bias, "logit_bias", "entries")
-    found = {}
-    for key, value in (given or {}).items():
+def _collected(name: str, value: Any, limits: Limits) -> Any:
+    """Returns a parameter's value, with one text as a list, and with JSON's texts as keys as token ids.
+
+    Raises ApiError 400 for too many items, and for a key that is no plain decimal number.
+    """
+    if isinstance(value, str):
+        value = [value]
+    if unit := PARAMS[name].items:
+        _at_most(len(value), limits.items_of(name), name, unit)
+    if not isinstance(value, dict):
+        return value
+    for key in value:
         if not key.isascii() or not key.isdigit() or len(key) > _MOST_DIGITS:
-            raise bad_request(f"logit_bias: {shown(key)!r} is not a token id", "logit_bias")
-        found[int(key)] = value
-    return found
+            raise bad_request(f"{name}: {shown(key)!r} is not a token id", name)
+    return {int(key): number for key, number in value.items()}
 
 
 def _max_tokens(body: GenerationBody) -> int | None:

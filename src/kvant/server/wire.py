@@ -126,7 +126,7 @@ _BODY_TYPES: Mapping[Any, Any] = {
     str | Sequence[str]: str | list[str] | None,
     Sequence[int]: list[int] | None,
     Sequence[int] | None: list[int] | None,
-    TYPES["logit_bias"]: dict[str, float] | None,
+    Mapping[int, float] | tuple[tuple[int, float], ...]: dict[str, float] | None,
     TYPES["structured_outputs"]: StructuredBody | None,
 }
 

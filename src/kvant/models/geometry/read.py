@@ -133,5 +133,8 @@ def _refuse_wrong_kinds(fields: Fields) -> None:
         if value is not None and any(type(token) is not int for token in ids):
             raise fields.bad(name, "it must be a token id, or a list of them")
     for name in ("intermediate_size", *_COUNTS):
-        if not isinstance(fields.raw(name), list):  # a list has one for each layer
-            fields.optional_integer(name, least=0 if name in _COUNTS else 1)
+        least = 0 if name in _COUNTS else 1
+        if isinstance(fields.raw(name), list):  # one for each layer
+            fields.integers(name, least=least)
+        else:
+            fields.optional_integer(name, least=least)

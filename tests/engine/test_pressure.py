@@ -163,7 +163,7 @@ class Answerer:
     ) -> int:
         """One cell of the cross, so many prompts, each twice; how many answers that were."""
         bench = Bench(self.llms[SMALL if cell.preempted else LARGE], wanted)
-        pages = (60 + 2 * count if cell.prefix else 72) if cell.preempted else 9
+        pages = _pool(cell, count)
         engine = bench.engine(
             num_pages=1 + pages,
             chunk=64 if cell.chunked else 4096,
@@ -198,6 +198,16 @@ class Answerer:
         assert (speculation is not None) == cell.drafting
         if speculation is not None:
             assert 0 < speculation.num_accepted_tokens < speculation.num_draft_tokens
+
+
+def _pool(cell: Cell, count: int) -> int:
+    """Pages in which a cell fills its pool. The more sequences run at once, the fewer steps a cell takes."""
+    if not cell.preempted:
+        return 9  # large ones
+    if cell.prefix:
+        return 60 + 2 * count
+    # A prompt takes 32 pages, and with its answer up to 39: half of them begin, and not all can end.
+    return 36 * (count // 2)
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,14 @@ from kvant.attention.base import AttentionParams, LongQuery, Step
 from kvant.attention.need import LONG
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.engine.llm import LLM
+from kvant.execution.recorder import CudaRecorder
 from kvant.execution.runner import ModelRunner
+from kvant.kv.names import parse_format
 from kvant.kv.pool import LayerCache
+from kvant.kv.wide import ask_wide
 from kvant.measure import teacher_forced
-from kvant.measure.teacher_forced import text_logits
+from kvant.measure.own_engine import plan_storing, runner_of
+from kvant.measure.teacher_forced import TextReader, text_logits
 from tests.engine import tiny_chat
 
 
@@ -51,3 +55,38 @@ def test_long_chunks_of_a_text_are_long_queries(
         (LongQuery(0, 0, LONG, LONG),), (LongQuery(0, 0, LONG, 2 * LONG),), (),
     ]  # fmt: skip
     assert all(step.rest is None for step in held.steps)
+
+
+@pytest.fixture(scope="module")
+def on_gpu(model: Path) -> LLM:
+    return LLM(model, device="cuda", dtype="float32", kv_cache_memory="1MiB", max_model_len=128)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "recent"),
+    [
+        ("float32", 0),
+        ("fp8_e4m3", 0),
+        ("int4_per_token_head", 0),
+        ("int4_short", 16),
+        ("normal2", 16),
+    ],
+)
+@torch.no_grad()
+def test_recorded_steps_give_the_bits_of_launched_ones(on_gpu: LLM, name: str, recent: int) -> None:
+    loaded = runner_of(on_gpu).model
+    wide = ask_wide(None, recent, None, asked_by="test")
+    plan = plan_storing(on_gpu, parse_format(name, asked_by="test"), wide=wide)
+    ids = torch.tensor([[5 + 7 * i % 90 for i in range(100)], [9] * 100], device="cuda")
+    launched, recorded = (TextReader(loaded, plan, 2, 100) for _ in range(2))
+    for reader in (launched, recorded):
+        reader.read(ids[:, :60])
+    recorded.record(CudaRecorder(loaded.device))
+    # Takes over what the recording freed, so a step that still reads it goes wrong.
+    others = [torch.full((n,), 1 << 40, device="cuda") for n in range(1, 2000)]
+    for place in range(60, 100):
+        expected, found = (r.read(ids[:, place : place + 1]) for r in (launched, recorded))
+        assert torch.equal(found, expected), place
+        assert not torch.equal(found[0], found[1])
+    assert len(others) == 1999

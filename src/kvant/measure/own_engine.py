@@ -7,6 +7,7 @@ from dataclasses import replace
 from kvant.attention.need import BackendInfo
 from kvant.engine.engine import Engine
 from kvant.engine.llm import LLM
+from kvant.execution.recorder import CudaRecorder, Recorder
 from kvant.execution.runner import ModelRunner, Runner
 from kvant.kv.geometry import StateKind
 from kvant.kv.names import FormatRequest, Request
@@ -45,6 +46,26 @@ def runner_of(llm: LLM) -> ModelRunner:
     """Returns the runner of a model that runs in this process."""
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
+    return runner
+
+
+def recorder_like(runner: ModelRunner) -> Recorder | None:
+    """Returns a recorder if the steps of `runner` are recorded, else None, as on a CPU."""
+    return CudaRecorder(runner.device) if runner.is_recorded else None
+
+
+def runner_storing(
+    llm: LLM, plan: KVPlan, num_pages: int, *, num_seqs: int, max_model_len: int
+) -> ModelRunner:
+    """Returns a runner of the weights of `llm` over `num_pages` pages of `plan`.
+
+    It replays recorded decode steps if the runner of `llm` does.
+    """
+    inner = runner_of(llm)
+    runner = ModelRunner(inner.model, num_pages, plan, max_num_seqs=num_seqs)
+    recorder = recorder_like(inner)
+    if recorder is not None:
+        runner.record(recorder, num_seqs, 0, max_model_len)
     return runner
 
 
@@ -87,15 +108,15 @@ def engine_storing(llm: LLM, plan: KVPlan, *, num_seqs: int, max_model_len: int)
 
     max_model_len: tokens per sequence, rounded up to whole pages. The engine has no prefix cache.
     """
-    inner = runner_of(llm)
     pages = -(-max_model_len // plan.page_size)
     num_pages = SCRATCH + 1 + num_seqs * pages
+    longest = pages * plan.page_size
     return engine_over(
         llm,
-        ModelRunner(inner.model, num_pages, plan, max_num_seqs=num_seqs),
+        runner_storing(llm, plan, num_pages, num_seqs=num_seqs, max_model_len=longest),
         plan,
         num_pages,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=_STEP_TOKENS,
-        max_model_len=pages * plan.page_size,
+        max_model_len=longest,
     )

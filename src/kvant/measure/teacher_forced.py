@@ -7,7 +7,8 @@ one token are decode steps; pieces of `kvant.attention.need.LONG` tokens are lon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvant.attention.backends import load_backends
 from kvant.attention.base import AttentionBackend, Step, StepCall
 from kvant.attention.long import list_long
+from kvant.execution.recorder import Recorder
 from kvant.kv.format import Side
 from kvant.kv.pool import SCRATCH_PAGE, KVPool
 from kvant.kv.spec import KVPlan
@@ -23,6 +25,27 @@ from kvant.kv.state_pool import StatePool, own_page
 from kvant.models.loaded import LoadedModel
 
 CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A recorded step of one token of every text, and the tensors that it reads and writes.
+
+    ids: [num_texts] int64; place: [1] int64, position of these tokens; logits: [num_texts, vocab_size].
+    replay: repeats the step.
+    """
+
+    ids: Tensor
+    place: Tensor
+    logits: Tensor
+    replay: Callable[[], None]
+
+    def read(self, token_ids: Tensor, position: int) -> Tensor:
+        """Appends token_ids [num_texts, 1] int64 at `position`. Returns logits [num_texts, vocab_size]."""
+        self.ids.copy_(token_ids[:, 0])
+        self.place.fill_(position)
+        self.replay()
+        return self.logits.clone()
 
 
 class TextReader:
@@ -69,6 +92,7 @@ class TextReader:
         if plan.has_states:  # twice: as they are, and as they were when `mark` was called
             self._rows = torch.arange(num_texts, device=device)
             self._states = StatePool(plan, 2 * num_texts, device, singly=model.batch_invariant)
+        self._recorded: _Recorded | None = None
 
     def read(self, token_ids: Tensor) -> Tensor:
         """Appends tokens to every text; returns the logits after each of them, [num_texts, n, vocab_size].
@@ -77,12 +101,48 @@ class TextReader:
         and moves `position` past them.
         """
         count, texts = token_ids.shape[1], self._num_texts
+        if count == 1 and self._recorded is not None:
+            logits = self._recorded.read(token_ids, self.position)
+            self.position += 1
+            return logits[:, None]
         index = torch.arange(texts * count, device=token_ids.device)
         return self._step(token_ids, index).view(texts, count, -1)
 
     def fill(self, token_ids: Tensor) -> None:
         """Appends token_ids [num_texts, n] int64 like `read`, without computing logits."""
         self._step(token_ids, torch.tensor([token_ids.numel() - 1], device=token_ids.device))
+
+    def record(self, recorder: Recorder) -> None:
+        """Records a step of one token of every text, which `read` repeats from then on.
+
+        Overwrites the rows at `position`. Texts with recurrent states are read as before, because recording a
+        step would change them.
+        """
+        if self._states is not None:
+            return
+        texts, device = self._num_texts, self._table.device
+        ids = torch.zeros(texts, dtype=torch.int64, device=device)
+        place = torch.full((1,), self.position, dtype=torch.int64, device=device)
+
+        def run() -> tuple[Tensor]:
+            # A recording reads ids, place, pages, states and weights where they are now, so the reader keeps
+            # them. All else is made here: a tensor of this function alone would be freed when it returns.
+            pages = self._table.index_select(1, place // self._page_size)[:, 0].long()
+            step = Step(
+                cu_seqlens_q=torch.arange(texts + 1, dtype=torch.int32, device=device),
+                seqlens_kv=(place + 1).to(torch.int32).repeat(texts),
+                page_table=self._table,
+                slot_mapping=pages * self._page_size + place % self._page_size,
+                positions=(place + self._first_position).repeat(texts),
+                max_seqlen_q=1,
+                max_seqlen_kv=self._pages * self._page_size,
+            )
+            call = StepCall(step, self._pool, self._backends)
+            index = torch.arange(texts, device=device)
+            return (self._model.forward(ids, call, index),)
+
+        replay, (logits,) = recorder.record(run)
+        self._recorded = _Recorded(ids, place, logits, replay)
 
     def mark(self) -> None:
         """Keeps this position and its states, to which `rewind` returns."""

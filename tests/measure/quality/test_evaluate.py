@@ -14,6 +14,7 @@ from kvant.errors import BadValue, NotServable
 from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.spec import KVPlan
+from kvant.measure import own_engine
 from kvant.measure.fidelity import divergences
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality import compare, evaluate, generation
@@ -25,6 +26,7 @@ from kvant.measure.teacher_forced import text_logits
 from kvant.models.loaded import LoadedModel
 from kvant.sampling.sampling_params import SamplingParams
 from tests.engine import tiny_chat
+from tests.speculative.recorded import Again
 
 WIDE = parse_format("float32", asked_by="test")
 NARROW = parse_format("int4_per_token_head", asked_by="test")
@@ -93,6 +95,32 @@ def test_formats_that_do_not_fit_side_by_side_give_the_same_figures(
     )
     for name in plans:
         assert apart[name].prefill.kl == pytest.approx(both[name].prefill.kl, abs=1e-6)
+
+
+def test_recorded_decode_steps_give_the_same_figures(llm: LLM, text: Path) -> None:
+    ids = windows(read_text(text, llm), llm, 48, 96)[:2]
+    arguments = (model_of(llm), plan_storing(llm, WIDE), {"narrow": plan_storing(llm, NARROW)}, ids)
+    options: dict[str, Any] = {
+        "vocab_size": llm.engine.vocab_size,
+        "decode": 20,
+        "told": lambda _: None,
+    }
+    plain, again = compare_windows(*arguments, **options), Again()
+    recorded = compare_windows(*arguments, **options, recorder=again)
+    assert again.num_runs == 2 * 20, "the baseline and the format"
+    for name, one in plain.items():
+        assert recorded[name].decode.kl == pytest.approx(one.decode.kl, abs=1e-7)
+        assert recorded[name].decode.nll == pytest.approx(one.decode.nll, abs=1e-6)
+    assert plain["narrow"].decode.kl.mean() > 1e-5
+
+
+def test_answers_of_recorded_steps_are_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, prompts = plan_storing(llm, NARROW), [[5, 6, 7] * 9, [8, 9]]
+    plain = generation.answers_of(llm, plan, prompts, 12)
+    again = Again()
+    monkeypatch.setattr(own_engine, "recorder_like", lambda runner: again)
+    assert generation.answers_of(llm, plan, prompts, 12) == plain
+    assert again.num_runs >= 10
 
 
 def test_each_layer_and_each_side_is_narrow_alone(llm: LLM) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import BadValue, WayOut
+from kvant.execution.recorder import Recorder
 from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.measure.quality.kl_statistics import Baseline, Distances, join
@@ -27,6 +28,8 @@ from kvant.models.loaded import LoadedModel
 POOL_BYTES = 1 << 30
 LOGITS_BYTES = 64 << 20
 MOST_CHUNK = 256
+_GPU_POOL_BYTES, _GPU_LOGITS_BYTES = 4 << 30, 256 << 20
+_LEAST_RECORDED = 8  # decode steps, fewer than which take less time than recording one
 
 Outside = Mapping[tuple[int, Side], Tensor]
 Told = Callable[[int], None]
@@ -58,18 +61,22 @@ def compare_windows(
     decode: int,
     told: Told,
     scales: Mapping[str, Outside] | None = None,
+    recorder: Recorder | None = None,
 ) -> dict[str, Compared]:
     """Compares every plan with `baseline` over windows [count, context], int64.
 
     decode: number of last positions that are read again one token at a time. scales: tensors outside the
-    pages, by the name of a plan; a missing name means the model's. Raises BadValue for logits that are not
+    pages, by the name of a plan; a missing name means the model's. recorder: records decode steps, which are
+    launched one operation at a time without it. Raises BadValue for logits that are not
     finite. The result has one more entry, "": the baseline's decode path against its own prefill, which is
     the noise floor.
     """
     windows = windows.to(model.device)
     found: dict[str, Compared] = {}
     for group in _groups(baseline, plans, windows):
-        found |= _compare(model, baseline, group, windows, vocab_size, decode, told, scales or {})
+        found |= _compare(
+            model, baseline, group, windows, vocab_size, decode, told, scales or {}, recorder
+        )
     return found
 
 
@@ -78,15 +85,24 @@ def _groups(
 ) -> Iterator[dict[str, KVPlan]]:
     """Groups as many plans as the pools have room for, at least one."""
     group: dict[str, KVPlan] = {}
+    room = _room(windows.device)
     used = first = _pool_bytes(baseline, windows)
     for name, plan in plans.items():
         size = _pool_bytes(plan, windows)
-        if group and used + size > POOL_BYTES:
+        if group and used + size > room:
             yield group
             group, used = {}, first
         group[name] = plan
         used += size
     yield group
+
+
+def _room(device: torch.device) -> int:
+    """Returns the bytes that all pools may take together."""
+    if device.type != "cuda":
+        return POOL_BYTES
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(POOL_BYTES, min(_GPU_POOL_BYTES, free // 4))
 
 
 def _pool_bytes(plan: KVPlan, windows: Tensor) -> int:
@@ -103,6 +119,7 @@ def _compare(
     decode: int,
     told: Told,
     scales: Mapping[str, Outside],
+    recorder: Recorder | None,
 ) -> dict[str, Compared]:
     count, context = windows.shape
     own = TextReader(model, baseline, count, context)
@@ -110,7 +127,8 @@ def _compare(
         name: TextReader(model, plan, count, context, scales=scales.get(name))
         for name, plan in plans.items()
     }
-    chunk = max(1, min(MOST_CHUNK, LOGITS_BYTES // 4 // vocab_size // count))
+    logits_bytes = _GPU_LOGITS_BYTES if windows.is_cuda else LOGITS_BYTES
+    chunk = max(1, min(MOST_CHUNK, logits_bytes // 4 // vocab_size // count))
     parts: dict[str, list[Distances]] = {name: [] for name in plans}
     positions = []
     first = context - 1 - decode  # the first decoded position
@@ -141,6 +159,8 @@ def _compare(
     times: dict[str, list[float]] = {name: [] for name in ("", *plans)}
     for reader in (own, *readers.values()):
         reader.rewind()
+        if recorder is not None and decode >= _LEAST_RECORDED:
+            reader.record(recorder)
     for place in range(decode):
         at = first + place
         ids, following = windows[:, at : at + 1], windows[:, at + 1]

@@ -21,7 +21,7 @@ from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.kv.names import FormatRequest, Request
 from kvant.kv.request import Asked, AskedWide, KVRequest, parse_rule
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import plan_storing, runner_of
+from kvant.measure.own_engine import plan_storing, recorder_like, runner_of
 from kvant.measure.quality import generation
 from kvant.measure.quality.compare import Compared, Outside, Told, compare_windows, contender_tokens
 from kvant.measure.quality.kept import Arrays, Kept, model_files
@@ -30,8 +30,8 @@ from kvant.measure.quality.texts import Text, windows
 from kvant.models.loaded import LoadedModel
 from kvant.plan.resolution import resolve_again
 
-MOST_WINDOWS = 4
-"""Number of windows that are read side by side."""
+MOST_WINDOWS, _MOST_ON_GPU = 4, 16
+"""Numbers of windows that are read side by side on a CPU and on a GPU."""
 _DECODE_COST = 3  # a generated token takes about as long as this many tokens of a prompt
 
 
@@ -198,7 +198,8 @@ class Evaluation:
             found.append(Part("acceptance", tokens, partial(self._acceptance, plans)))
         for context in extent.contexts:
             texts = windows(self.text, self.llm, context, extent.tokens)
-            batches = torch.split(texts, MOST_WINDOWS)
+            most = MOST_WINDOWS if self.model.device.type == "cpu" else _MOST_ON_GPU
+            batches = torch.split(texts, most)
             for number, batch in enumerate(batches):
                 name = f"formats-{context}-{number}"
                 found.append(
@@ -284,6 +285,7 @@ def comparison(
             decode=decode,
             told=told,
             scales=scales,
+            recorder=recorder_like(runner_of(llm)),
         )
         return pack(found)
 

@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, WayOut
-from kvant.execution.runner import ModelRunner
 from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.pages import SCRATCH
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import engine_over
+from kvant.measure.own_engine import engine_over, runner_storing
 from kvant.measure.quality.compare import Told
 from kvant.measure.quality.evaluate import Part
 from kvant.measure.quality.kept import model_files
@@ -205,13 +204,11 @@ class Reasoning:
         pages = -(-longest // plan.page_size)
         fitting = POOL_BYTES // max(1, pages * plan.page_size * _bytes_of_both_forms(plan))
         num_seqs = max(1, min(MOST_SEQS, fitting, len(prompts) * sampling.samples))
-        runner = self.llm.engine.runner
-        assert isinstance(runner, ModelRunner)
-        num_pages = SCRATCH + 1 + num_seqs * pages
+        num_pages, longest = SCRATCH + 1 + num_seqs * pages, pages * plan.page_size
+        runner = runner_storing(self.llm, plan, num_pages, num_seqs=num_seqs, max_model_len=longest)
         engine = engine_over(
-            self.llm, ModelRunner(runner.model, num_pages, plan, max_num_seqs=num_seqs), plan, num_pages,
-            max_num_seqs=num_seqs, max_num_batched_tokens=STEP_TOKENS,
-            max_model_len=pages * plan.page_size, prefix_caching=not plan.has_states, answers=True,
+            self.llm, runner, plan, num_pages, max_num_seqs=num_seqs, max_num_batched_tokens=STEP_TOKENS,
+            max_model_len=longest, prefix_caching=not plan.has_states, answers=True,
         )  # fmt: skip
         right = np.zeros((len(problems), sampling.samples), bool)
         cut = np.zeros_like(right)

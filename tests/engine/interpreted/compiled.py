@@ -1,6 +1,7 @@
 """Run as a program without `TRITON_INTERPRET`: compiles for an H200, on a machine without a GPU, what the
 engine launches around the model, or with names of formats for K and V what attention launches over them,
-and prints what it compiled. A third name is the format of wide rows.
+and prints what it compiled. A third name is the format of wide rows; with a head size behind it, only steps
+that read both forms are compiled, for queries in bfloat16 and in float32.
 
 The interpreter knows no types: what it runs may still be refused by the compiler.
 """
@@ -68,12 +69,8 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
 
 def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
     """Writing and reading rows, for one query and for many."""
+    _for_h200()
     rows = None if wide is None else WideRows(choice(wide), choice(wide), 4, 128)
-    modules: tuple[Any, ...] = (backend, both_decode)
-    for module in modules:
-        module.has_ptx = module.is_nvidia = lambda device: True
-        module.multiprocessors = lambda device: 132
-    launch.launches_ahead = lambda device: True  # type: ignore[assignment]
     if k is v and k.format.bits >= 8:
         for new in (1, 40):
             x = case.prepare(
@@ -102,6 +99,25 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
         TritonBackend().write_rotated(x.cache, qkv, rotation, x.step)
 
 
+def _both_forms(k: KVDtype, v: KVDtype, wide: KVDtype, head: int) -> None:
+    """Decode steps over rows in two forms, which are read in one launch."""
+    _for_h200()
+    rows = WideRows(choice(wide), choice(wide), 4, 128)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = case.prepare(
+            k, v, head_dims=(head, head), dtype=dtype, sequences=((99, 1), (300, 1)), wide=rows
+        )
+        TritonBackend().attend(x.cache, x.q, x.step, x.params)
+
+
+def _for_h200() -> None:
+    modules: tuple[Any, ...] = (backend, both_decode)
+    for module in modules:
+        module.has_ptx = module.is_nvidia = lambda device: True
+        module.multiprocessors = lambda device: 132
+    launch.launches_ahead = lambda device: True  # type: ignore[assignment]
+
+
 def _engine() -> None:
     state = DeviceState(3, 4, torch.device("cpu"))
     for dtype in (torch.float32, torch.float64):
@@ -120,7 +136,10 @@ def _engine() -> None:
 
 if __name__ == "__main__":
     JITFunction.run = _compile  # type: ignore[method-assign,assignment]
-    if sys.argv[1:]:
-        _attention(*(KVDtype[name] for name in sys.argv[1:]))
+    formats = [KVDtype[name] for name in sys.argv[1:4]]
+    if sys.argv[4:]:
+        _both_forms(*formats, int(sys.argv[4]))
+    elif formats:
+        _attention(*formats)
     else:
         _engine()

@@ -56,6 +56,32 @@ def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:
     assert found["paged_attention"] >= 5, "of prompts and batch-invariant steps, each form"
 
 
+BESIDE_WIDE = [
+    ("INT4_SHORT", "INT4_SHORT"), ("NORMAL2", "NORMAL2"), ("NVFP4", "NVFP4"), ("FP8_E4M3", "FP8_E4M3"),
+    ("INT8_PER_TOKEN_HEAD", "INT8_PER_TOKEN_HEAD"), ("TURBOQUANT_K4", "TURBOQUANT_V4"),
+    ("INT4_FEEDBACK", "INT4_PER_TOKEN_HEAD"), ("INT4_SHORT_FEEDBACK", "NORMAL2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "wide", "head"),
+    [
+        ("INT4_SHORT", "NORMAL2", "BFLOAT16", "64"),
+        *(
+            pytest.param(k, v, wide, head, marks=pytest.mark.slow)
+            for k, v in BESIDE_WIDE
+            for wide in ("BFLOAT16", "INT8_PER_TOKEN_HEAD")
+            for head in ("16", "64", "128")
+        ),
+    ],
+)
+def test_paddings_of_two_forms_may_differ(
+    k: str, v: str, wide: str, head: str, tmp_path: Path
+) -> None:
+    found = compiled(tmp_path, k, v, wide, head)
+    assert found["both_attention"] == found["combine_both"] == 2, "queries in bfloat16 and float32"
+
+
 @pytest.mark.parametrize(
     ("k", "v"),
     [

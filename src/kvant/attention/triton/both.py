@@ -144,6 +144,7 @@ def both_attention(
     length = tl.load(seqlens_kv + seq)
     there = tl.arange(0, ROWS) // GROUP < num_queries
     first_wide = num_items + seq * APART
+    # Each form has names of its own: one name may not be a tile of two shapes, and paddings differ.
     if extra < 0:
         o, lse = attend_item(
             q_ptr, q_stride_token, q_stride_head, k_codes, k_scales, v_codes, v_scales, shifts,
@@ -156,7 +157,7 @@ def both_attention(
         _store_part(partial, partial_lse, slot, o, lse, there, COLUMNS, HEAD_V)
     else:
         share = extra % APART
-        o, lse = attend_item(
+        wide_o, wide_lse = attend_item(
             wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
             wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
             None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length,
@@ -165,7 +166,7 @@ def both_attention(
             0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE, False, WIDE_STAGES,
         )  # fmt: skip
         slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
-        _store_part(partial, partial_lse, slot, o, lse, there, WIDE_COLUMNS, HEAD_V)
+        _store_part(partial, partial_lse, slot, wide_o, wide_lse, there, WIDE_COLUMNS, HEAD_V)
     if JOIN > 0:
         tl.debug_barrier()
         arrived_before = tl.atomic_add(arrived + first * HEADS + head, 1, sem="acq_rel")

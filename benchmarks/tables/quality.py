@@ -113,11 +113,25 @@ def wide_decode(data: Any) -> Cells:
         for key, one in data["variants"]["rows"].items()
         if key.endswith(", base")
     }
-    lines = [["stored as", "us", "of bfloat16", "before", "of bfloat16"]]
+    lines = [
+        [
+            "stored as",
+            "us",
+            "of bfloat16",
+            "the variant, us",
+            "of bfloat16",
+            "before, us",
+            "of bfloat16",
+        ]
+    ]
     for key, one in data["rows"].items():
-        figures = [one, before[key]] if key in before else [one]
-        cells = [text for r in figures for text in (f"{r['us']:.1f}", f"{r['of_bf16']:.3f}x")]
-        lines.append([_form(key), *cells, *([] if key in before else ["-", "-"])])
+        runs = (data["as_it_is"]["rows"].get(key), one, before.get(key))
+        cells = [
+            text
+            for r in runs
+            for text in (("-", "-") if r is None else (f"{r['us']:.1f}", f"{r['of_bf16']:.3f}x"))
+        ]
+        lines.append([_form(key), *cells])
     return lines
 
 
@@ -149,16 +163,38 @@ def evaluated(data: Any) -> Cells:
     return lines
 
 
-@table("eval-gpu", "h200-eval-part.json")
+@table("eval-gpu", "h200-eval.json")
 def evaluated_on_a_gpu(data: Any) -> Cells:
-    lines = [["KV format", "B/token", "mean KL", "its standard error", "99 %", "same top token", "PPL ratio",
-              "decoded: mean KL"]]  # fmt: skip
+    contexts = [str(length) for length in data["contexts"]]
+    kls = (f"mean KL at {int(c):,}" for c in contexts)
+    lines = [["KV format", "B/token", *kls, "its standard error", "99 %", "same top token", "PPL ratio",
+              "same text", "needles", "tokens/s"]]  # fmt: skip
     for name, one in data["formats"].items():
-        kl = f"{one['kld_mean']:.5f}", f"{one['kld_mean_error']:.5f}", f"{one['kld_p99']:.5f}"
-        top = percent(one["same_top"], digits=1)
+        kl = [
+            *(one["contexts"][c]["kld_mean"] for c in contexts),
+            one["kld_mean_error"],
+            one["kld_p99"],
+        ]
+        found = sum(one["needles"][c]["found"] for c in contexts)
         lines.append(
-            [name, f"{one['bytes_per_token']:,}", *kl, top, f"{one['ppl_ratio']:.4f}",
-             f"{one['decode']['kld_mean']:.5f}"]
+            [name, f"{one['bytes_per_token']:,}", *(f"{x:.5f}" for x in kl),
+             percent(one["same_top"], digits=1), f"{one['ppl_ratio']:.4f}",
+             percent(one["generation"]["same"], digits=0),
+             f"{found} of {sum(one['needles'][c]['of'] for c in contexts)}",
+             f"{one['decode']['tokens_per_second']:.0f}"]
+        )  # fmt: skip
+    return lines
+
+
+@table("eval-steps", "h200-eval-steps.json")
+def recorded_steps(data: Any) -> Cells:
+    lines = [["decoded positions of each window", "launched one by one, s", "recorded, s",
+              "a step launched, ms", "recorded, ms"]]  # fmt: skip
+    for one in data["runs"].values():
+        steps = [one[f"{way}_ms"][""] for way in ("launched", "recorded")]
+        lines.append(
+            [str(one["decode"]), f"{one['launched_s']:.1f}", f"{one['recorded_s']:.1f}",
+             *(f"{ms:.1f}" for ms in steps)]
         )  # fmt: skip
     return lines
 
@@ -261,6 +297,27 @@ def tuned_calibrated(data: Any, plain: Any) -> Cells:
         figures = (one["kld_mean"], one["kld_mean_error"], one["kld_p99"])
         same = percent(one["same_top"], digits=1)
         lines.append([name, f"{one['bits']:.2f}", *(f"{x:.5f}" for x in figures), same])
+    return lines
+
+
+@table("tune-calibrated-short", "smollm2-tune-calibrated-short.json")
+def tuned_calibrated_short(data: Any) -> Cells:
+    rows = {name.replace("int4_feedback/int4_per_token_head", "int4_feedback"): one
+            for name, one in data["uniform"].items()}  # fmt: skip
+    rows["policy, --budget 4.5bits"] = data["policy"]
+    lines = [["stored as", "B/token", "bits", "mean KL", "its standard error", "same top token"]]
+    for name, one in sorted(rows.items(), key=lambda item: item[1]["bytes_per_token"]):
+        figures = (one["kld_mean"], one["kld_mean_error"])
+        same = percent(one["same_top"], digits=1)
+        lines.append(
+            [
+                name,
+                f"{one['bytes_per_token']:,}",
+                f"{one['bits']:.2f}",
+                *(f"{x:.5f}" for x in figures),
+                same,
+            ]
+        )
     return lines
 
 

@@ -38,10 +38,14 @@ if TYPE_CHECKING:
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _TOKENS = tuple(float(2**k) for k in range(18))
+_FAILURES = ("refused", "numerical_error", "engine_fault", "engine_died", "shutting_down")
 
 
 class Metrics:
-    """The metrics of one server. model: the model's name in answers, the value of the label model_name."""
+    """The metrics of one server. model: the model's name in answers, the value of the label model_name.
+
+    aborted counts sequences. first_token, next_token: seconds. longest_answer: tokens, of each request.
+    """
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -69,15 +73,19 @@ class Metrics:
         caches = ("kvant:prefix_cache", "vllm:prefix_cache", "vllm:gpu_prefix_cache")
         self._queries = [counter(f"{p}_queries", "Prompt tokens looked up.") for p in caches]
         self._hits = [counter(f"{p}_hits", "Prompt tokens found in the cache.") for p in caches]
-        self._aborted = counter("kvant:requests_aborted", "Sequences that clients left.")
+        self.aborted = counter("kvant:requests_aborted", "Sequences that clients left.")
         self._failed = counter("kvant:requests_failed", "Sequences that failed.", "kind")
         self._corrupted = counter("vllm:corrupted_requests", "Sequences that met NaN or Inf.")
         self._http = counter(
             "kvant:http_requests", "Answers by route and status.", "route", "status"
         )
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Arrival to token.", _SECONDS)
-        self._itl = histogram("vllm:inter_token_latency_seconds", "Step to step.", _TOKEN_SECONDS)
+        self.first_token = histogram(
+            "vllm:time_to_first_token_seconds", "Arrival to token.", _SECONDS
+        )
+        self.next_token = histogram(
+            "vllm:inter_token_latency_seconds", "Step to step.", _TOKEN_SECONDS
+        )
         self._per_prompt = histogram("vllm:request_prompt_tokens", "Tokens a prompt.", _TOKENS)
         self._per_answer = histogram("vllm:request_generation_tokens", "Tokens an answer.", _TOKENS)
         self._queue = histogram("vllm:request_queue_time_seconds", "Until it first ran.", _SECONDS)
@@ -93,7 +101,7 @@ class Metrics:
         self._each = histogram(
             "vllm:request_time_per_output_token_seconds", "Decode time a token.", _TOKEN_SECONDS
         )
-        self._longest = histogram(
+        self.longest_answer = histogram(
             "vllm:request_max_num_generation_tokens", "Longest answer of a request.", _TOKENS
         )
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens a step.", _TOKENS)
@@ -113,13 +121,7 @@ class Metrics:
         for success in self._success:
             for reason in ("stop", "length"):
                 success.labels(model, reason)
-        for kind in (
-            "refused",
-            "numerical_error",
-            "engine_fault",
-            "engine_died",
-            "shutting_down",
-        ):
+        for kind in _FAILURES:
             self._failed.labels(model, kind)
 
     def watch(self, supervisor: Supervisor, admission: Admission) -> None:
@@ -136,12 +138,6 @@ class Metrics:
         for count in prompt_tokens:
             self._per_prompt.observe(count)
 
-    def first_token(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        self._itl.observe(seconds)
-
     def stepped(self, before: Report, report: Report) -> None:
         """Adds what changed between two reports of the engine. A restarted engine counts from 0."""
         if report.stats.num_steps < before.stats.num_steps:
@@ -152,13 +148,9 @@ class Metrics:
         self._scale_faults.inc(report.num_scale_faults - before.num_scale_faults)
         if tokens := report.num_tokens - before.num_tokens:
             self._iteration.observe(tokens)
-        self._count(before.stats, report.stats)
-
-    def _count(self, before: Stats, after: Stats) -> None:
-        if steps := after.num_steps - before.num_steps:
-            self._steps.inc(steps)
+        self._steps.inc(report.stats.num_steps - before.stats.num_steps)
         for one in self._preemptions:
-            one.inc(after.num_preemptions - before.num_preemptions)
+            one.inc(report.stats.num_preemptions - before.stats.num_preemptions)
 
     def timed(self, times: Times, tokens: int) -> None:
         """Adds the times of one sequence. tokens: of its answer."""
@@ -168,10 +160,6 @@ class Metrics:
         self._inference.observe(times.prefill + times.decode)
         if tokens > 1:
             self._each.observe(times.decode / (tokens - 1))
-
-    def answered_whole(self, longest: int) -> None:
-        """Counts a request whose answers have ended. longest: tokens of its longest answer."""
-        self._longest.observe(longest)
 
     def finished(
         self, reason: str, *, seconds: float, prompt_tokens: int, cached_tokens: int, tokens: int
@@ -188,9 +176,6 @@ class Metrics:
                 one.inc(count)
         self._e2e.observe(seconds)
         self._per_answer.observe(tokens)
-
-    def aborted(self, count: int) -> None:
-        self._aborted.inc(count)
 
     def failed(self, kind: str) -> None:
         self._failed.labels(self._model, kind).inc()

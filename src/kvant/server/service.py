@@ -372,7 +372,7 @@ class Service:
         """Cancels sequences that still run, frees the request's places and updates the counters."""
         if running.open_ids:
             self.supervisor.cancel(running.open_ids)
-            self.metrics.aborted(len(running.open_ids))
+            self.metrics.aborted.inc(len(running.open_ids))
         running.channel.close()
         self.activity.closed(running)
         sequences = running.sequences.values()
@@ -499,10 +499,10 @@ class Service:
         if sequence.queued_tokens:
             self._left_queue(sequence)
         if not sequence.token_ids:
-            self.metrics.first_token(now - running.started)
+            self.metrics.first_token.observe(now - running.started)
             running.first_token = running.first_token or now
         else:
-            self.metrics.next_token(now - running.last_event)
+            self.metrics.next_token.observe(now - running.last_event)
         running.last_event = now
         sequence.token_ids += event.token_ids
         self.activity.generated += len(event.token_ids)
@@ -523,5 +523,5 @@ class Service:
                 self.metrics.timed(event.times, len(sequence.token_ids))
             if not running.open_ids:
                 longest = max(len(s.token_ids) for s in running.sequences.values())
-                self.metrics.answered_whole(longest)
+                self.metrics.longest_answer.observe(longest)
         return sequence, event

@@ -66,13 +66,8 @@ async def restore_session(call: Call) -> Response:
     """Answers with a session's conversation. The next request that begins with it restores its pages."""
     store = _store(call)
     session = await _disk(lambda: store.read(_id(call), _owner(call)))
-    card = _card(session)
-    return as_json(
-        wire.RestoredSession(
-            id=card.id, saved=card.saved, num_tokens=card.num_tokens,
-            saved_tokens=card.saved_tokens, messages=session.messages,
-        )
-    )  # fmt: skip
+    card = msgspec.structs.asdict(_card(session))
+    return as_json(wire.RestoredSession(**card, messages=session.messages))
 
 
 async def list_sessions(call: Call) -> Response:

@@ -706,13 +706,9 @@ class SessionCard(Struct):
     saved_tokens: Count
 
 
-class RestoredSession(Struct, kw_only=True):
+class RestoredSession(SessionCard, kw_only=True):
     """A session and its conversation."""
 
-    id: str
-    saved: Count
-    num_tokens: Count
-    saved_tokens: Count
     messages: list[Any]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvant.cli.main import app
+from kvant.cli.output import figure_table
 from kvant.errors import BadValue
 from tests.cli.command import in_turn
 
@@ -17,6 +20,18 @@ BENCHES = re.findall(
     CliRunner().invoke(app, ["bench", "--help"]).output.partition("Commands:")[2],
     re.M,
 )
+
+
+def test_a_narrow_terminal_folds_names_and_keeps_figures_whole() -> None:
+    table = figure_table("stored as", ("B/token", "bits", "mean KL", "99 %", "same top"))
+    figures = ("6,480", "4.50", "0.02636±0.00083", "0.1855", "91.5%")
+    table.add_row("int4_feedback/int4_per_token_head", *figures)
+    console = Console(width=64, file=io.StringIO(), record=True)
+    console.print(table)
+    shown = console.export_text()
+    assert "…" not in shown
+    assert all(figure in shown for figure in figures)
+    assert "int4" in shown
 
 
 @pytest.mark.parametrize("bench", BENCHES)

@@ -95,11 +95,14 @@ def plain(console: Console, text: str, style: str | None = None, *, end: str = "
 
 
 def figure_table(name: str, figures: Sequence[str]) -> Table:
-    """Returns a table without lines: a column of names and right-aligned columns of figures."""
+    """Returns a table without lines: a column of names and right-aligned columns of figures.
+
+    On a narrow terminal names are folded, and figures stay whole.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(name, no_wrap=True)
+    table.add_column(name, overflow="fold")
     for title in figures:
         table.add_column(title, justify="right", no_wrap=True)
     return table

@@ -47,6 +47,13 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert ran.cpu_s < 1.0
 
 
+@pytest.mark.parametrize("group", [(), ("bench",)], ids=str)
+def test_no_summary_of_a_command_is_cut(group: tuple[str, ...]) -> None:
+    ran = kvant(*group, "--help")
+    assert ran.code == 0
+    assert "..." not in ran.out.partition("Commands:")[2]
+
+
 def test_a_70b_config_is_planned_in_little_time_and_memory(tmp_path: Path) -> None:
     model = write_model(tmp_path / "70b", LLAMA_70B)
     ran = measured(

@@ -50,8 +50,10 @@ def serve(
     seed: Annotated[int, typer.Option("--seed")] = 0,
     out: OutFile = None,
 ) -> None:
-    """Measure time to first token and between tokens over HTTP, under an open load. Works with any server
-    with OpenAI's API. With several servers, the first one's times are compared with the others'.
+    """Measure time to first token and between tokens over HTTP.
+
+    Requests arrive at a given rate. Works with any server with OpenAI's API. With several servers, the
+    first one's times are compared with the others'.
     """
     from kvant.measure.facts import command_line, gpu_facts, measurement_facts
     from kvant.measure.servers import parse_servers, ratios, rounds_of, table

@@ -25,7 +25,10 @@ def startup(
     ] = True,
     out: OutFile = None,
 ) -> None:
-    """Measure the time from starting `kvant chat` on the demo model to its first token, and its parts."""
+    """Measure the time until the first token of `kvant chat`.
+
+    It runs the demo model, and shows the parts of the time.
+    """
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.startup import measure_starts, table
 

@@ -42,7 +42,10 @@ def throughput(
     repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
     out: OutFile = None,
 ) -> None:
-    """Measure output tokens per second of the engine, without a server or prefix cache."""
+    """Measure output tokens per second without a server.
+
+    The prefix cache is off.
+    """
     from kvant.measure.facts import command_line, measurement_facts
     from kvant.measure.throughput import GREEDY, measure, parse_load, parse_sampling, table
 

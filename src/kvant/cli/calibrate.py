@@ -41,12 +41,13 @@ def calibrate(
     output: FormatOption = Format.TABLE,
     out: OutFile = None,
 ) -> None:
-    """Find static fp8 scales of keys and values, compare methods on held-out text, keep the best.
+    """Find static fp8 scales of keys and values.
 
-    Scales come per tensor and per KV head from absmax, the 99.99th percentile, least squared error and least
-    KL divergence. Matrices for int4_feedback come from the queries' second moments. --save writes a
-    checkpoint with k_scale, v_scale and a kv_cache_scheme, which Kvant and readers of compressed-tensors
-    load. The same command continues an interrupted calibration.
+    Methods are compared on held-out text, and the best is kept. Scales come per tensor and per KV head
+    from absmax, the 99.99th percentile, least squared error and least KL divergence. Matrices for
+    int4_feedback come from the queries' second moments. --save writes a checkpoint with k_scale, v_scale
+    and a kv_cache_scheme, which Kvant and readers of compressed-tensors load. The same command continues
+    an interrupted calibration.
     """
     from kvant.engine.process import wait_without_spinning
 

@@ -45,7 +45,7 @@ SPEED_ROUNDS = 2
 
 
 def demo(out: OutFile = None) -> None:
-    """Plan a model, let it answer, and compare the KV cache formats; a minute or two on two cores."""
+    """Plan a model, let it answer, and compare KV cache formats. Takes a minute or two on two cores."""
     from kvant.cli.progress import bars
     from kvant.engine.llm import LLM
 

@@ -54,7 +54,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Check this machine: Python, packages, devices, memory, formats and backends, model caches."""
+    """Check packages, devices, memory, models and formats here."""
     from rich.console import Console
 
     console = Console()

@@ -168,12 +168,13 @@ def evaluate(
     ] = None,
     out: OutFile = None,
 ) -> None:
-    """Measure what KV cache formats cost in quality, against the model's own dtype.
+    """Measure what KV cache formats cost in quality.
 
-    The model reads a text through its paged cache in every format. Each position's distribution is compared
-    with the baseline's: KL divergence, most likely token, perplexity. Definitions are those of llama.cpp's
-    --kl-divergence. The same command continues an interrupted evaluation. With --long-reasoning or --tasks
-    the model answers problems instead, in the baseline and in each --kv-format.
+    The baseline is the model's own dtype. The model reads a text through its paged cache in every format.
+    Each position's distribution is compared with the baseline's: KL divergence, most likely token,
+    perplexity. Definitions are those of llama.cpp's --kl-divergence. The same command continues an
+    interrupted evaluation. With --long-reasoning or --tasks the model answers problems instead, in the
+    baseline and in each --kv-format.
     """
     from kvant.engine.process import wait_without_spinning
 

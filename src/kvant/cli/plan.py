@@ -48,7 +48,7 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Show the KV format of every layer and its source; loads no weights."""
+    """Show every layer's KV format and its source; loads no weights."""
     from kvant.kv.memory import parse_size
     from kvant.plan.planning import make_plan
     from kvant.plan.read_facts import read_facts

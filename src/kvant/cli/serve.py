@@ -26,10 +26,10 @@ def _check(settings: Settings) -> None:
 
 @configured(EngineOptions, ServerConfig, ReplicaOptions, needs_model=True, check=_check)
 def serve(settings: Settings) -> None:
-    """Serve a model over HTTP with OpenAI's and Anthropic's APIs, and a page at /.
+    """Serve a model with OpenAI's and Anthropic's APIs and a page.
 
-    Takes flags of `vllm serve` too. --from-vllm LINE and --from-llama-server LINE print a command line of
-    these servers in Kvant's flags.
+    The page is at /. Takes flags of `vllm serve` too. --from-vllm LINE and --from-llama-server LINE print
+    a command line of these servers in Kvant's flags.
     """
     _require_packages()
     replicas = check_replicas(settings)

@@ -104,11 +104,12 @@ def tune(
     output: FormatOption = Format.TABLE,
     out: OutFile = None,
 ) -> None:
-    """Choose a KV format for keys and values of each layer, under a budget of bytes or of KL divergence.
+    """Choose KV formats per layer, for keys and values apart.
 
-    Every format is measured on each layer and side alone, by the kernels that serve it. The search is exact
-    for the sum of these costs. The policy is then compared with uniform formats on text that was held out.
-    The same command continues an interrupted tuning.
+    The budget is one of bytes or of KL divergence. Every format is measured on each layer and side alone,
+    by the kernels that serve it. The search is exact for the sum of these costs. The policy is then
+    compared with uniform formats on text that was held out. The same command continues an interrupted
+    tuning.
     """
     from kvant.engine.process import wait_without_spinning
 

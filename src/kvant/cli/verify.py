@@ -58,7 +58,7 @@ def verify(
         ),
     ] = None,
 ) -> None:
-    """Compare every backend and format on this device with a float64 definition.
+    """Compare backends and formats here with a float64 definition.
 
     Covers causal and full attention, with and without a window, 1, 16 and 512 queries, six head sizes,
     and latents (MLA) of three. Exits with 1 if a combination fails. Refused combinations are shown with

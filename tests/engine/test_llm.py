@@ -243,11 +243,14 @@ def test_an_explicit_context_that_does_not_fit_is_refused_and_its_ways_out_work(
         assert llm.generate("a", GREEDY)[0].finish_reason == "length"
 
 
-def test_a_pool_without_a_single_page_is_refused_and_the_way_out_works(path: Path) -> None:
+@pytest.mark.parametrize("length", [None, 100])
+def test_a_pool_without_a_single_page_is_refused_and_the_way_out_works(
+    path: Path, length: int | None
+) -> None:
     with pytest.raises(DoesNotFit, match="not a single page") as caught:
-        make(path, kv_cache_memory=100, max_model_len=None)
+        make(path, kv_cache_memory=100, max_model_len=length)
     (way,) = caught.value.ways_out
-    assert make(path, kv_cache_memory=way.arguments[1], max_model_len=None).generate("a", GREEDY)
+    assert make(path, kv_cache_memory=way.arguments[1], max_model_len=length).generate("a", GREEDY)
 
 
 def test_more_than_the_machine_has_is_refused_before_weights_are_read(

@@ -88,12 +88,12 @@ def choose_max_model_len(plan: Plan) -> tuple[int, tuple[str, ...]]:
     wanted = plan.request.max_model_len
     given = format_size(plan.kv_cache_bytes or 0)
     if capacity == 0:
-        needed = plan.bytes_for(1)
+        more = str(plan.bytes_for(wanted or 1))
         raise DoesNotFit(
             f"{given} of KV cache hold not a single page of {plan.target.local.name}",
-            why=f"its pages of {plan.limits.page_size} tokens and the scratch page take "
-            f"{format_size(needed)}",
-            ways_out=(WayOut("give it more", ("--kv-cache-memory", str(needed))),),
+            why=f"one of its pages of {plan.limits.page_size} tokens and the scratch page take "
+            f"{format_size(plan.bytes_for(1))}",
+            ways_out=(WayOut("give it more", ("--kv-cache-memory", more)),),
         )
     if wanted is not None:
         if wanted > capacity:

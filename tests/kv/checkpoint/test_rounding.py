@@ -34,8 +34,13 @@ def matrices(heads: int = 2, size: int = 16) -> np.ndarray:
     return np.triu(values, 1).astype(np.float32)
 
 
-def audited(checkpoint: CheckpointKV, side: Side = Side.K, layer: LayerGeometry = LAYER) -> Scale:
-    return audit(layer, side, FED, None, checkpoint, explicit=True, missing_scales_as_one=False)
+def audited(
+    checkpoint: CheckpointKV,
+    side: Side = Side.K,
+    layer: LayerGeometry = LAYER,
+    dtype: KVDtype = FED,
+) -> Scale:
+    return audit(layer, side, dtype, None, checkpoint, explicit=True, missing_scales_as_one=False)
 
 
 def plan_with(scale: Scale) -> KVPlan:
@@ -59,6 +64,17 @@ def test_without_matrices_the_message_names_the_command_that_makes_them() -> Non
     with pytest.raises(BadCheckpoint, match="needs the rounding matrices of layer 0") as caught:
         audited(CheckpointKV(checked=True))
     assert caught.value.ways_out[0].arguments[:2] == ("kvant", "calibrate")
+
+
+@pytest.mark.parametrize(
+    ("fed", "plain"),
+    [(FED, PLAIN), (KVDtype.INT4_SHORT_FEEDBACK, KVDtype.INT4_SHORT)],
+)
+def test_the_format_without_matrices_has_the_same_bytes(fed: KVDtype, plain: KVDtype) -> None:
+    with pytest.raises(BadCheckpoint) as caught:
+        audited(CheckpointKV(checked=True), dtype=fed)
+    assert parse_one(caught.value.ways_out[1].arguments[1], asked_by="test") is plain
+    assert fed.format.row_bytes(64) == plain.format.row_bytes(64)
 
 
 def test_values_are_not_rounded_by_queries(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.lookup import same_layer
 from kvant.kv.checkpoint.safetensors_header import read_header
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import PAIR_NAMES, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.spec import Scale, ScaleState, ScaleTensor
@@ -41,15 +41,12 @@ def audit_rounding(
     layer: LayerGeometry, side: Side, dtype: KVDtype, checkpoint: CheckpointKV
 ) -> Scale:
     """Where the matrices of one layer come from. BadCheckpoint if there are none, or of another shape."""
+    _, plain = PAIR_NAMES[str(dtype)]  # the same bytes, without matrices
     if side is not Side.K:
         raise BadCheckpoint(
             f"{dtype} was asked for values of layer {layer.index}",
             why="it rounds keys by the queries that read them, and values have none",
-            ways_out=(
-                WayOut(
-                    "store values rotated", ("--kv-cache-dtype", f"{dtype}/int4_per_token_head")
-                ),
-            ),
+            ways_out=(WayOut("store values rotated", ("--kv-cache-dtype", f"{dtype}/{plain}")),),
         )
     found = [t for name, t in checkpoint.rounding.items() if same_layer(name, layer.name)]
     if not found:
@@ -61,7 +58,7 @@ def audit_rounding(
                     "measure them, and use that checkpoint",
                     ("kvant", "calibrate", "MODEL", "--save", "DIR"),
                 ),
-                WayOut("round without them", ("--kv-cache-dtype", "int4_per_token_head")),
+                WayOut("round without them", ("--kv-cache-dtype", str(plain))),
             ),
         )
     (tensor, *rivals), size = found, layer.head_dim_k

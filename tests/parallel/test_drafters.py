@@ -21,16 +21,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.mark.parametrize("windows", [False, True])
-def test_two_ranks_draft_and_answer_as_one_device(
-    windows: bool, pair: Pair, tmp_path: Path
+@pytest.mark.parametrize(
+    ("windows", "size"), [(False, 2), (True, 2), pytest.param(False, 4, marks=pytest.mark.slow)]
+)
+def test_ranks_draft_and_answer_as_one_device(
+    windows: bool, size: int, pair: Pair, tmp_path: Path
 ) -> None:
     if windows:
         pair = as_windowed(pair, tmp_path, "both")
     options = {"dtype": "float32", "page_size": 4, "max_model_len": 96, "max_num_seqs": 8}
     one = make_llm(pair, attention_backend="reference", **options)
     memory = "120KB" if windows else "200KB"
-    two = make_llm(pair, tensor_parallel_size=2, **{**options, "kv_cache_memory": memory})
+    two = make_llm(pair, tensor_parallel_size=size, **{**options, "kv_cache_memory": memory})
     prompts = [list(prompt) for prompt in pair.prompts]
     expected = [r.token_ids for r in one.generate(prompts, GREEDY)]
     assert [r.token_ids for r in two.generate(prompts, GREEDY)] == expected

@@ -88,11 +88,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fp8_per_token_head", 2),
         pytest.param("int4_per_token_head", 2, marks=pytest.mark.slow),
         pytest.param("auto", 4, marks=pytest.mark.slow),
+        pytest.param("fp8_per_token_head", 8, marks=pytest.mark.slow),
     ],
 )
 def test_restored_pages_give_the_bits_of_a_run_without_a_break(
-    path: Path, dtype: str, size: int
+    path: Path, dtype: str, size: int, tmp_path: Path
 ) -> None:
+    if size == 8:
+        path = tiny.build("llama", tmp_path, num_attention_heads=8, head_dim=16)
     options: dict[str, Any] = {"kv_cache_dtype": dtype}
     if "int4" in dtype:
         options["kv_format_defaults"] = "off"
@@ -111,15 +114,20 @@ def test_restored_pages_give_the_bits_of_a_run_without_a_break(
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "size"),
     [
-        pytest.param("gemma3", marks=pytest.mark.slow),
-        "qwen3_5_text",
-        pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        ("qwen3_5_text", 2),
+        *(
+            pytest.param(name, size, marks=pytest.mark.slow)
+            for name, size in (
+                ("gemma3", 2), ("deepseek_v3", 2), ("mixtral", 2), ("gemma3", 4), ("qwen3_5_text", 4),
+                ("deepseek_v3", 4), ("mixtral", 4),
+            )
+        ),
     ],
-)
-def test_windows_states_and_latents_come_back(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+)  # fmt: skip
+def test_windows_states_latents_and_experts_come_back(
+    name: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planning, "_STATE_STRIDES", {True: 32, False: 32})
     model = tmp_path / name
@@ -127,7 +135,7 @@ def test_windows_states_and_latents_come_back(
         model = tiny.build(name, model)
     else:
         families.build(name, model)
-    llm = opened(model, kv_offload="host:16MiB", batch_invariant=False)
+    llm = opened(model, size, kv_offload="host:16MiB", batch_invariant=False)
     expected = tokens(llm)
     forget(llm)
     assert tokens(llm) == expected

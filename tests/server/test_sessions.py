@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.server.harness import Server
 
 TALK = [{"role": "user", "content": "Tell me of the sea and of ships. " * 6}]
@@ -29,8 +31,10 @@ def answer(server: Server, messages: list[dict[str, str]]) -> tuple[str, int]:
     return json.dumps(got.json["choices"]), cached
 
 
-def test_a_session_survives_a_restart_bit_for_bit(model: Path, tmp_path: Path) -> None:
-    with Server(model, flags(tmp_path)) as server:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_session_survives_a_restart_bit_for_bit(ranks: int, model: Path, tmp_path: Path) -> None:
+    given = ("-tp", str(ranks))
+    with Server(model, flags(tmp_path, *given)) as server:
         answer(server, TALK)
         expected, _ = answer(server, MORE)
         saved = server.post("/v1/kv/sessions/ships", {"messages": MORE})
@@ -40,7 +44,7 @@ def test_a_session_survives_a_restart_bit_for_bit(model: Path, tmp_path: Path) -
         assert server.post("/v1/kv/sessions/boats", {"messages": TALK}).status == 200
         assert server.get("/v1/kv/sessions/none").error["code"] == "session_not_found"
         assert server.get("/v1/kv/sessions/..%2f..%2fx").status in (400, 404)
-    with Server(model, flags(tmp_path)) as server:
+    with Server(model, flags(tmp_path, *given)) as server:
         listed = server.get("/v1/kv/sessions").json["data"]
         assert sorted(one["id"] for one in listed) == ["boats", "ships"]
         restored = server.get("/v1/kv/sessions/ships")
@@ -58,7 +62,7 @@ def test_a_session_survives_a_restart_bit_for_bit(model: Path, tmp_path: Path) -
         assert answer(server, restored.json["messages"])[0] == expected
         (tmp_path / "sessions").unlink()
         kept.rename(tmp_path / "sessions")
-    with Server(model, flags(tmp_path, "--kv-cache-dtype", "fp8_per_token_head")) as server:
+    with Server(model, flags(tmp_path, *given, "--kv-cache-dtype", "fp8_per_token_head")) as server:
         fault = server.get("/v1/kv/sessions/boats")
         assert fault.status == 409
         assert fault.error["code"] == "session_foreign"

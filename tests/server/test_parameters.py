@@ -281,6 +281,31 @@ def test_unknown_parameters_are_refused_over_http(
     assert answer.json["error"]["param"] == "no_such_field"
 
 
+_FROM_ROUTER = {"no_stop_trim": False, "ignore_eos": False, "return_hidden_states": False, "max_tokens": 1,
+                "skip_special_tokens": True, "stream": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}], "logprobs": False,
+             "continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True,
+             "include_reasoning": True},
+        ),
+        ("/v1/completions", {"prompt": "abc", "echo": False}),
+    ],
+)  # fmt: skip
+def test_what_vllms_router_adds_to_requests_is_taken(
+    server: Server, path: str, body: dict[str, Any]
+) -> None:
+    """As vllm-router 0.1.17 writes them from a body with a prompt and max_tokens."""
+    body = {**_FROM_ROUTER, **body}
+    assert server.post(path, body).status == 200
+    assert server.post(f"{path}/render", body).status == 200
+
+
 def test_endpoints_of_other_servers_are_refused_by_name(server: Server) -> None:
     for path, why in NOT_OFFERED.items():
         for asked in (path, f"/v1{path}", f"/v1{path}/x"):

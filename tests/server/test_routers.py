@@ -40,6 +40,7 @@ class Outcome:
     """What a client saw of one request. begun: whether the head of a stream arrived."""
 
     streams: bool
+    is_chat: bool = False
     status: int = 0
     begun: bool = False
     done: bool = False
@@ -85,13 +86,18 @@ def _ask(port: int, outcome: Outcome, *, prompt: str = "abc", max_tokens: int = 
     """One request through the router, to its end or its fault."""
     started = time.monotonic()
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    body = {
-        "model": "llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0,
-        "ignore_eos": True, "stream": outcome.streams,
+    body: dict[str, object] = {
+        "model": "llama", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+        "stream": outcome.streams,
     }  # fmt: skip
+    path = "/v1/chat/completions" if outcome.is_chat else "/v1/completions"
+    if outcome.is_chat:
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
     try:
         sent = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", json.dumps(body), sent)
+        connection.request("POST", path, json.dumps(body), sent)
         response = connection.getresponse()
         outcome.status = response.status
         if outcome.streams:
@@ -124,7 +130,7 @@ def test_no_request_is_lost_that_had_not_begun_to_answer(tmp_path: Path) -> None
         def load(number: int) -> None:
             turn = 0
             while not stop.is_set():
-                outcome = Outcome(streams=turn % 2 == 0)
+                outcome = Outcome(streams=turn % 2 == 0, is_chat=turn % 4 > 1)
                 outcomes.append(outcome)
                 _ask(port, outcome, prompt=f"client {number} asks {turn}", max_tokens=60)
                 turn += 1
@@ -147,5 +153,6 @@ def test_no_request_is_lost_that_had_not_begun_to_answer(tmp_path: Path) -> None
             assert not thread.is_alive(), "a client waits for ever"
         lost = [one for one in outcomes if not one.done and not one.begun]
         assert lost == []
+        assert {one.is_chat for one in outcomes if one.done} == {False, True}
         assert sum(one.done for one in outcomes[killed:]) > THREADS
         assert second.wait_idle(SECONDS) < SECONDS

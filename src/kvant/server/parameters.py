@@ -162,7 +162,16 @@ _SHARED_NO_EFFECT: Mapping[str, str] = {
     "repeat_last_n": "belongs to repeat_penalty, which is refused",
 }
 
-CHAT = Table({**_SHARED, "echo": Refused(_is(False), "use /v1/completions")}, _SHARED_NO_EFFECT)
+CHAT = Table(
+    {
+        **_SHARED,
+        "echo": Refused(_is(False), "use /v1/completions"),
+        # SGLang. vLLM's router sends them with every conversation.
+        "separate_reasoning": Refused(_is(True), "include_reasoning decides whether there is any"),
+        "stream_reasoning": Refused(_is(True), "include_reasoning decides whether there is any"),
+    },
+    _SHARED_NO_EFFECT,
+)
 COMPLETIONS = Table(
     {**{name: one for name, one in _SHARED.items() if name != "suffix"}, **_ONLY_CONVERSATIONS},
     _SHARED_NO_EFFECT,

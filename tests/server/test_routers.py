@@ -1,7 +1,7 @@
-"""Two replicas behind vLLM's router from PyPI, one of them killed under load.
+"""Two replicas behind vLLM's or SGLang's router from PyPI, one of them killed under load.
 
-The router is a program of its own environment: `pip install vllm-router` somewhere, and that environment's
-programs on the PATH.
+A router is a program of its own environment: `pip install vllm-router` or `sglang-router` somewhere, and that
+environment's programs on the PATH.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ import pytest
 
 from tests.server.harness import Server, build_model, events
 
-ROUTER = shutil.which("vllm-router")
+ROUTERS = {"vllm-router": ("vllm-router",), "sglang-router": ("sglang-router", "launch")}
+"""By package: the command."""
+
 FLAGS = ("--device", "cpu", "--max-num-seqs", "4")
 SECONDS = 60.0
 THREADS = 6
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed"),
-]
+pytestmark = pytest.mark.slow
 
 
 @dataclass
@@ -55,13 +54,12 @@ def _free_port() -> int:
 
 
 @contextmanager
-def router(*replicas: Server) -> Iterator[int]:
+def router(name: str, *replicas: Server) -> Iterator[int]:
     """The port of a router in front of these."""
-    assert ROUTER is not None
     port = _free_port()
     urls = [f"http://127.0.0.1:{one.port}" for one in replicas]
     command = [
-        ROUTER, "--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port),
+        *ROUTERS[name], "--worker-urls", *urls, "--host", "127.0.0.1", "--port", str(port),
         "--policy", "round_robin", "--health-check-interval-secs", "1",
         "--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port()),
     ]  # fmt: skip
@@ -117,12 +115,15 @@ def _ask(port: int, outcome: Outcome, *, prompt: str = "abc", max_tokens: int = 
     return outcome
 
 
-def test_no_request_is_lost_that_had_not_begun_to_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ROUTERS)
+def test_no_request_is_lost_that_had_not_begun_to_answer(name: str, tmp_path: Path) -> None:
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
     model = build_model(tmp_path)
     with (
         Server(model, FLAGS) as first,
         Server(model, FLAGS) as second,
-        router(first, second) as port,
+        router(name, first, second) as port,
     ):
         outcomes: list[Outcome] = []
         stop = threading.Event()

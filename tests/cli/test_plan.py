@@ -289,3 +289,11 @@ def test_a_bound_is_shown_with_all_its_digits(plain: Path) -> None:
     ran = kvant("plan", plain, "--kv-recent-tokens", "-1")
     assert ran.code == 2
     assert "from 0 to 1048576" in ran.err
+
+
+def test_the_table_says_why_it_refuses_a_format(plain: Path) -> None:
+    lines = kvant("plan", plain).out.splitlines()
+    refused = [line.split()[0] for line in lines if line.split()[1:5] == ["-", "-", "-", "refused"]]
+    assert "int4_feedback" in refused
+    for name in refused:
+        assert any(line.startswith(f"refused: {name} ") for line in lines)

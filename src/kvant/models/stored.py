@@ -243,9 +243,9 @@ def read_blocks(config: Mapping[str, Any]) -> Stored | None:
         (found.__contains__, Scheme(Dialect.GGUF, BLOCK_TYPES[kind].format))
         for kind, found in kept.items()
     )
-    shown = ", ".join(f"{kind} ({len(found)} matrices)" for kind, found in kept.items())
+    shown = ", ".join(f"{kind} ({len(found)})" for kind, found in kept.items())
     wide = [f"{kind} ({len(found)})" for kind, found in names.items() if kind not in kept]
-    words = f"weights run as they are stored: {shown or 'none'}"
+    words = f"matrices that run as they are stored: {shown or 'none'}"
     if wide:
         words += f"; imported as float32: {', '.join(wide)}"
     return Stored(groups, lambda _: False, words=words)

@@ -129,6 +129,26 @@ def test_malformed_policies_are_refused_with_the_file(tmp_path: Path, text: str)
         read_policy(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "policy.yaml holds no lines of KEY: VALUE\n  why: it is empty"),
+        ("- a", "why: it is ['a']"),
+        ("rules: 3", "rules is no list\n  why: it is 3"),
+        ("nope: 1", "known are kv_cache_dtype, skip_layers, rules, recent_tokens, sink_tokens, recent_dtype, "
+         "draft, model"),
+        ("draft: {recent_tokens: 1}", "known are kv_cache_dtype, skip_layers, rules"),
+        ("rules: [{layers: 1, q: fp8}]", "it has the key layers, and one or more of k, v, recent_tokens"),
+    ],
+)  # fmt: skip
+def test_what_a_policy_may_hold_is_told(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(text)
+    with pytest.raises(BadValue) as refused:
+        read_policy(path)
+    assert said in str(refused.value)
+
+
 def test_a_missing_policy_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match=r"gone\.yaml"):
         read_policy(tmp_path / "gone.yaml")

@@ -37,6 +37,7 @@ from kvant.kv.request import (
 from kvant.kv.wide import ask_wide
 
 _KEYS = ("kv_cache_dtype", "skip_layers", "rules")
+_MOST_SHOWN = 80  # characters of a wrong value
 _WIDE_KEYS = ("recent_tokens", "sink_tokens", "recent_dtype")
 
 
@@ -98,7 +99,8 @@ def _section(body: object, where: str, wide: _WideRules | None = None) -> KVRequ
     section = _mapping(body, where)
     unknown = [key for key in section if key not in _KEYS]
     if unknown:
-        raise BadValue(f"{where}: unknown key {unknown[0]!r}", why=f"known are {', '.join(_KEYS)}")
+        known = _KEYS if wide is None else (*_KEYS, *_WIDE_KEYS, "draft", "model")
+        raise BadValue(f"{where}: unknown key {unknown[0]!r}", why=f"known are {', '.join(known)}")
     request = KVRequest()
     if (name := section.get("kv_cache_dtype")) is not None:
         by = f"{where}: kv_cache_dtype {name}"
@@ -128,7 +130,7 @@ def _rule(entry: object, where: str, wide: _WideRules | None) -> KVRequest:
     if any(key not in known for key in rule) or len(rule) < 2:
         raise BadValue(
             f"{where}: {entry!r} is no rule",
-            why=f"keys are {', '.join(known)}, layers and one more",
+            why=f"it has the key layers, and one or more of {', '.join(known[1:])}",
         )
     layers, request = str(rule["layers"]), KVRequest()
     if "k" in rule or "v" in rule:
@@ -154,7 +156,8 @@ def _target_rule(text: str, where: str) -> KVRequest:
 
 def _mapping(body: object, where: str) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
-        raise BadValue(f"{where}: expected a mapping, got {type(body).__name__}")
+        what = "it is empty" if body is None else f"it is {repr(body)[:_MOST_SHOWN]}"
+        raise BadValue(f"{where} holds no lines of KEY: VALUE", why=what)
     return {str(key): value for key, value in body.items()}
 
 
@@ -162,5 +165,5 @@ def _list(body: object, where: str) -> list[object]:
     if body is None:
         return []
     if not isinstance(body, list):
-        raise BadValue(f"{where}: expected a list, got {type(body).__name__}")
+        raise BadValue(f"{where} is no list", why=f"it is {repr(body)[:_MOST_SHOWN]}")
     return body

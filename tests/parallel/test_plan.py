@@ -64,8 +64,12 @@ def test_kv_heads_fewer_than_ranks_are_replicated_and_said_so(qwen3_8b: Path) ->
         ("llama", 8, {}, "4 query heads do not divide"),
         ("qwen3_moe", 4, {"moe_intermediate_size": 46}, "width 46 of .*experts"),
         ("gemma4", 2, {}, "not gemma4_text"),
+        (
+            "llama", 2,
+            {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}, "9 query heads",
+        ),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_divide_is_refused_with_ways_out_that_work(
     family: str, size: int, options: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
@@ -75,6 +79,7 @@ def test_what_does_not_divide_is_refused_with_ways_out_that_work(
     for way in refused.value.ways_out:
         assert way.arguments[0] == "--tensor-parallel-size"
         plan(path, int(way.arguments[1]))
+    assert len(refused.value.ways_out) == (1 if family == "gemma4" else 2)
 
 
 @pytest.mark.parametrize(

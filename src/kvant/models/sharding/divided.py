@@ -13,7 +13,8 @@ from kvant.models.sharding.shard import Shard, recurrence_of
 from kvant.weights.format import WeightFormat
 
 _FLAG = "--tensor-parallel-size"
-_SIZES = (8, 4, 2)
+_SIZES = (8, 4, 2, 16, 3, 5, 6, 7)
+"""Numbers of ranks that a refusal tries, the likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +69,10 @@ def check_division(
     if reason is None:
         return
     ways = []
-    if smaller := [s for s in _SIZES if s < size and reason_for(s) is None]:
-        ways.append(WayOut("take fewer ranks", (_FLAG, str(smaller[0]))))
+    if fits := next((s for s in _SIZES if s < size and reason_for(s) is None), 0):
+        ways.append(WayOut("take fewer ranks", (_FLAG, str(fits))))
+    elif fits := next((s for s in sorted(_SIZES) if s > size and reason_for(s) is None), 0):
+        ways.append(WayOut("take more ranks", (_FLAG, str(fits))))
     raise NotServable(
         f"{_FLAG} {size} cannot be had for {geometry.architecture}",
         why=reason,

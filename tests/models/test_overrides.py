@@ -110,5 +110,7 @@ def test_nothing_else_than_an_object_is_taken(tmp_path: Path) -> None:
         with pytest.raises(BadValue, match=why):
             parse_overrides(text, asked_by="--hf-overrides")
     path = tiny.build("llama", tmp_path / "m")
-    with pytest.raises(BadCheckpoint, match="num_hidden_layers"):
+    with pytest.raises(BadCheckpoint, match="num_hidden_layers") as refused:
         LLM(path, hf_overrides={"num_hidden_layers": "four"})
+    way = "leave --hf-overrides out, which replaces num_hidden_layers"
+    assert way in map(str, refused.value.ways_out)

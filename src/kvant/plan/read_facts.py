@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.errors import ConfigError
+from kvant.errors import BadCheckpoint, ConfigError, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.read import read_checkpoint
@@ -60,7 +60,16 @@ def read_facts(
             local = with_overrides(local, request.overrides)
         if before is not None and before.local == local and before.weights.by_dtype is not None:
             return before
-        found = _read_model(local, request.device, is_target=is_target)
+        try:
+            found = _read_model(local, request.device, is_target=is_target)
+        except BadCheckpoint as fault:
+            if not is_target or request.overrides is None:
+                raise
+            replaced = ", ".join(request.overrides.values)
+            way = WayOut(f"leave --hf-overrides out, which replaces {replaced}")
+            raise BadCheckpoint(
+                fault.what, why=fault.why, tried=fault.tried, ways_out=(way, *fault.ways_out)
+            ) from None
         if weights and found.refusal is not None:
             raise found.refusal
         return found

@@ -297,3 +297,9 @@ def test_the_table_says_why_it_refuses_a_format(plain: Path) -> None:
     assert "int4_feedback" in refused
     for name in refused:
         assert any(line.startswith(f"refused: {name} ") for line in lines)
+
+
+def test_an_option_of_servers_is_said_to_be_one(plain: Path) -> None:
+    ran = kvant("plan", plain, "--port", "1")
+    assert ran.code == 2
+    assert "kvant plan has no option --port; kvant serve has it" in ran.err

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from kvant.cli.configured import ALL_OPTIONS
 from kvant.cli.foreign_flags import SHORT, VALUES, VLLM, Foreign
 from kvant.cli.llama_flags import flags_of, translate_llama_server
 from kvant.errors import BadValue, WayOut
@@ -144,6 +145,8 @@ class ConfiguredCommand(TyperCommand):
     def _unknown(self, flag: str, known: Mapping[str, object]) -> BadValue:
         near = difflib.get_close_matches(flag, [*known, *self.foreign], n=2, cutoff=0.8)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        if any(flag == option.flag for option in ALL_OPTIONS):
+            hint = "; kvant serve has it"
         return BadValue(
             f"kvant {self.name} has no option {flag}{hint}",
             ways_out=(WayOut("list the options", ("kvant", str(self.name), "--help")),),

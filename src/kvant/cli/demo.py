@@ -203,7 +203,7 @@ def _speed(llm: LLM, console: Console) -> dict[str, object]:
     console.print(
         f"[dim]decoding, greedy, after prompts of {SPEED_PROMPT_TOKENS} random tokens; float32 KV and "
         "the same weights in both, float32 in transformers and as the file stores them in Kvant, "
-        f"{torch.get_num_threads()} threads, medians of "
+        f"{torch.get_num_threads()} of torch's threads each, medians of "
         f"{SPEED_ROUNDS * SPEED_STEPS} steps in turns; generate() of transformers "
         f"{transformers.__version__} with its own defaults. More, and llama.cpp: "
         "docs/benchmarks/cpu.md[/]"

@@ -53,11 +53,19 @@ def wide_rows(
         int, typer.Option("--tokens", help="Tokens of text for each context.")
     ] = 4096,
     text: Annotated[Path | None, typer.Option("--text", metavar="FILE")] = None,
+    overrides: Annotated[
+        str | None, typer.Option("--hf-overrides", metavar="JSON", help="As of kvant eval.")
+    ] = None,
     out: OutFile = None,
 ) -> None:
     """Measure formats with and without wide rows."""
     llm = LLM(
-        model, dtype="float32", kv_cache_dtype="model", kv_cache_memory="32MiB", max_model_len=256
+        model,
+        dtype="float32",
+        kv_cache_dtype="model",
+        kv_cache_memory="32MiB",
+        max_model_len=256,
+        hf_overrides=overrides,
     )
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from types import SimpleNamespace
 
 import pytest
 
+from kvant.plan.settings import Settings
+from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
-from kvant.server.service import QUEUE_SECONDS, Admission
+from kvant.server.config import ServerConfig
+from kvant.server.metrics import Metrics
+from kvant.server.requests import Generation
+from kvant.server.service import QUEUE_SECONDS, Admission, Service
 
 
 def _refused(call: object, *arguments: int) -> ApiError:
@@ -73,3 +80,32 @@ def test_retry_after_is_between_a_second_and_a_minute() -> None:
     for speed in (0.0, 1e-9, 1e9):
         admission.tokens_per_second = speed
         assert 1 <= (_refused(admission.take_tokens, 1).retry_after or 0) <= 60
+
+
+def test_a_request_that_was_not_submitted_leaves_no_tokens_in_the_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = Service(
+        ServerConfig(), Settings(), Metrics("m"), print, on_ready=print, on_loading=print
+    )
+    service.admission.capacity = 1
+    generation = Generation(
+        prompts=((1, 2, 3),), conversation=None, sampling=SamplingParams(), stream=False,
+        include_usage=False, continuous_usage=False, salt="", max_tokens=None, echo=False,
+        prompt_logprobs=None, special_tokens=None, token_ids=False, tokens_as_ids=False,
+        request_id=None, source="prompt",
+    )  # fmt: skip
+
+    async def tokenised(*_: object) -> tuple[list[tuple[int, ...]], str]:
+        return [(1, 2, 3)], ""
+
+    def fails(*_: object) -> list[int]:
+        assert service.admission.queued_tokens == 3
+        raise OSError("the socket is closed")
+
+    monkeypatch.setattr(service, "require", lambda: SimpleNamespace(pooling=None))
+    monkeypatch.setattr(service, "tokenise", tokenised)
+    monkeypatch.setattr(service.supervisor, "submit", fails)
+    with pytest.raises(OSError, match="socket"):
+        asyncio.run(service.open(generation, key=None, counted={}))
+    assert (service.admission.held, service.admission.queued_tokens) == (0, 0)

@@ -312,6 +312,7 @@ class Service:
         facts = self.require()
         check_task(generation, facts)
         self.admission.take(generation.num_sequences)
+        queued = 0
         try:
             prompts, rendered = await self.tokenise(generation, facts)
             self.require()  # the engine may have died meanwhile
@@ -320,7 +321,9 @@ class Service:
                     self._with_form, generation, generation.tools, rendered, facts
                 )
                 self.require()
-            self.admission.take_tokens(sum(map(len, prompts)))
+            num_tokens = sum(map(len, prompts))
+            self.admission.take_tokens(num_tokens)
+            queued = num_tokens
             salt = self.salt_of(key, generation.salt)
             running = self._submit(generation, prompts, salt, counted)
             running.rendered = rendered if generation.reads_reply else ""
@@ -328,6 +331,7 @@ class Service:
             return running
         except BaseException:
             self.admission.give_back(generation.num_sequences)
+            self.admission.give_back_tokens(queued)
             raise
 
     def _with_form(

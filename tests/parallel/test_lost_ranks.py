@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import pytest
 from kvant import AsyncLLM, SamplingParams
 from kvant.engine.engine import Engine
 from kvant.errors import EngineFault, RankLost
+from kvant.kv.pool import KVPool
+from kvant.kv.saturation import Saturated
 from kvant.parallel import ranks, team
 from kvant.parallel.runner import RankedRunner
 from kvant.parallel.watched import WatchedMark
+from tests import forked
 from tests.models import tiny
 from tests.parallel.test_equality import make
 
@@ -51,6 +55,20 @@ def test_a_lost_rank_ends_running_requests(
     llm.engine.submit([5, 6, 7], LONG)
     with pytest.raises(RankLost):
         llm.engine.step()
+    _wait_for_the_end(pid)
+
+
+def test_a_rank_that_cannot_count_saturated_values_ends_the_engine(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "spawn", lambda *given: forked._start(_rank_without_counts, *given))
+    llm = make(path, 2)
+    runner = llm.engine.runner
+    assert isinstance(runner, RankedRunner)
+    (pid,) = runner.ranks.pids
+    llm.engine.submit([5, 6, 7], SamplingParams(temperature=0, max_tokens=2))
+    with pytest.raises(RankLost, match=r"rank 1 failed: .*no counts"):
+        _run(llm.engine)
     _wait_for_the_end(pid)
 
 
@@ -98,6 +116,16 @@ def test_real_processes_answer_and_end(path: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankLost, match="SIGKILL"):
         llm.generate([[3, 4, 5]], LONG)
+
+
+def _rank_without_counts(link: socket.socket, pulse: socket.socket) -> None:
+    """A rank whose device fails after a step, so that its counts cannot be read."""
+
+    def read() -> tuple[Saturated, ...]:
+        raise RuntimeError("no counts")
+
+    KVPool.count_saturated = lambda _: read  # type: ignore[method-assign]
+    forked._rank(link, pulse)
 
 
 def _run(engine: Engine) -> None:

@@ -213,8 +213,16 @@ def _run(
 
 
 def _answer(voice: _Voice, read: Callable[[], tuple[Saturated, ...]]) -> None:
-    """Sends counts once the device has them, while this rank goes on with the next step."""
-    counts = tuple((one.spec.geometry.index, one.k, one.v) for one in read())
+    """Sends counts once the device has them, while this rank goes on with the next step.
+
+    Tells rank 0 and ends the process if the device fails: rank 0 would wait for the counts for ever.
+    """
+    try:
+        counts = tuple((one.spec.geometry.index, one.k, one.v) for one in read())
+    except Exception as fault:
+        _log.exception("values beyond their range cannot be counted")
+        voice.say_last(Failed(repr(fault)))
+        os._exit(1)
     with suppress(OSError):  # rank 0 is gone: the pulse ends this process
         voice.say(Counted(counts))
 

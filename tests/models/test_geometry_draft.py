@@ -133,8 +133,8 @@ def test_is_causal_goes_before_dflash_causal_before_layer_types(
 
 
 def test_a_window_without_a_size_is_refused() -> None:
-    assert "sliding_window is missing" in str(refused(z_lab_config(layer_types=[SLIDING] * 5)))
-    assert "sliding_window is missing" in str(refused(z_lab_config(dflash={"use_swa": True})))
+    assert "sliding_window is null" in str(refused(z_lab_config(layer_types=[SLIDING] * 5)))
+    assert "sliding_window is null" in str(refused(z_lab_config(dflash={"use_swa": True})))
 
 
 def test_block_size_stands_at_the_top_or_inside() -> None:

@@ -1,7 +1,7 @@
 """Reads an unchecked config.json: returns a value of the right kind, or raises BadCheckpoint.
 
-`null` and a missing key are the same thing, as in transformers. A message names the field, with the
-section it stands in, and the value that was found.
+`null` and a missing key are the same thing here; `kvant.models.geometry.declared` refuses `null` where
+transformers does. A message names the field, with the section it stands in, and the value that was found.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Fields:
         value = self._values.get(name)
         return self._defaults.get(name) if value is None else value
 
+    def given(self, name: str) -> Any:
+        """Returns the unchecked value without defaults: None for `null` and for a missing key."""
+        return self._values.get(name)
+
     def has(self, name: str) -> bool:
         return self.raw(name) is not None
 
@@ -50,7 +54,8 @@ class Fields:
     def bad(self, name: str, why: str) -> BadCheckpoint:
         """Returns the error to raise about one field."""
         value = self._values.get(name)
-        what = "is missing" if value is None else f"is {shown(value)}"
+        missing = "is null" if self.is_null(name) else "is missing"
+        what = missing if value is None else f"is {shown(value)}"
         return BadCheckpoint(
             f"config.json: {self._section}{name} {what}",
             why=why,

@@ -8,6 +8,7 @@ from typing import Any
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.declared import refuse_undeclared_kinds
 from kvant.models.geometry.families import find_family, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
@@ -44,12 +45,12 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     family = find_family(config)
     fields = text_fields(config, family)
     _refuse_unread_overrides(fields, family)
-    for section in (Fields(config), fields):
-        _refuse_wrong_kinds(section)
-    layers = family.layers(fields, family.prefix)
     top = Fields(config)
     model_type = top.text("model_type") or family.model_types[0]
-    return ModelGeometry(
+    for section in (top, fields):
+        _refuse_wrong_kinds(section)
+    layers = family.layers(fields, family.prefix)
+    geometry = ModelGeometry(
         architecture=(top.words("architectures") or (model_type,))[0],
         model_type=model_type,
         layers=layers,
@@ -60,6 +61,10 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         not_runnable=family.not_runnable,
         state_dtype=read_state_dtype(fields),
     )
+    refuse_undeclared_kinds(top, model_type)
+    if family.in_text_config:
+        refuse_undeclared_kinds(fields, fields.text("model_type") or f"{model_type}_text")
+    return geometry
 
 
 def read_dtype(*sections: Fields) -> ComputeDtype:

@@ -1,0 +1,66 @@
+"""Kinds of values in config.json: a plan refuses those that transformers' class refuses, and no others."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from kvant.errors import BadCheckpoint
+from kvant.models.geometry import read_geometry
+from kvant.models.geometry.declared import declared_kinds, refuse_undeclared_kinds
+from kvant.models.geometry.families import FAMILIES
+from kvant.models.geometry.fields import Fields
+from kvant.models.quiet import quiet_transformers
+from tests.models import configs
+
+VALUES: tuple[Any, ...] = (None, "x", [1], ["a"], {"a": 1}, 1.5, True, 1)
+
+BY_TYPE = {configs.tiny(name)["model_type"]: name for name in reversed(configs.TINY_NAMES)}
+
+
+def _starts(config: dict[str, Any]) -> str:
+    """Transformers' words about the kind of a value, "" if it takes all of them."""
+    with quiet_transformers():
+        try:
+            CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config))
+        except Exception as fault:  # classes compute with what they have not checked yet
+            return str(fault)
+    return ""
+
+
+@pytest.mark.parametrize("model_type", BY_TYPE)
+def test_a_value_is_refused_exactly_if_transformers_does_not_take_its_kind(model_type: str) -> None:
+    config = configs.tiny(BY_TYPE[model_type])
+    kinds = declared_kinds(model_type)
+    assert "tie_word_embeddings" in kinds
+    wrong = []
+    for field in kinds:
+        for value in VALUES:
+            given = {**config, field: value}
+            says = _starts(given)
+            try:
+                refuse_undeclared_kinds(Fields(given), model_type)
+            except BadCheckpoint:
+                if not says:
+                    wrong.append((field, value, "transformers takes it"))
+            else:
+                if f"TypeError: Field '{field}'" in says:
+                    wrong.append((field, value, says))
+    assert not wrong
+
+
+def test_every_listed_type_that_transformers_has_is_found() -> None:
+    types = {name for family in FAMILIES for name in family.model_types}
+    assert [name for name in sorted(types & set(CONFIG_MAPPING)) if not declared_kinds(name)] == []
+
+
+def test_null_in_a_field_that_a_start_needs_is_refused_with_its_section() -> None:
+    config = configs.published("gemma-3-4b")
+    config["text_config"]["num_attention_heads"] = None
+    with pytest.raises(BadCheckpoint, match=r"text_config.num_attention_heads is null") as refused:
+        read_geometry(config)
+    assert refused.value.why == "transformers takes a whole number"
+    assert refused.value.ways_out

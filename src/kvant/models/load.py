@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
-from kvant.kv.checkpoint.json_file import COPY_AGAIN
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
@@ -182,7 +182,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
         raise BadCheckpoint(
             f"{path}: transformers cannot read config.json",
             why=f"{type(fault).__name__}: {fault}",
-            ways_out=(WayOut("compare it with the one the model was published with"),),
+            ways_out=(COMPARE_CONFIG,),
         ) from fault
     assert isinstance(config, PreTrainedConfig)
     settle_outputs(config)
@@ -373,7 +373,7 @@ def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
         raise BadCheckpoint(
             f"{path}: {name} has the shape {list(stored)}{others}",
             why=f"config.json makes it {list(wanted)}",
-            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+            ways_out=(COMPARE_CONFIG,),
         )
     missing = sorted(info["missing_keys"])
     if missing or info["error_msgs"]:

@@ -30,6 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from kvant.attention.hook import ATTENTION_NAME
 from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry
 from kvant.models.classes import attending, auto_class, settle_outputs
 from kvant.models.fused.recipes import recipe_of
@@ -274,7 +275,7 @@ def _layer(
         raise BadCheckpoint(
             f"config.json: layer {index} has a window of {one.window} tokens",
             why="a token sees at least itself",
-            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+            ways_out=(COMPARE_CONFIG,),
         )
     if window != one.window:
         raise _CannotRun(

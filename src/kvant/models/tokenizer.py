@@ -7,7 +7,8 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.models.quiet import quiet_transformers
 
 
@@ -22,7 +23,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         raise BadCheckpoint(
             f"{path}: transformers cannot read config.json",
             why=str(fault),
-            ways_out=(WayOut("compare it with the one the model was published with"),),
+            ways_out=(COMPARE_CONFIG,),
         ) from fault
     except Exception as fault:  # the tokenizers library raises plain Exception
         raise BadCheckpoint(

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
 from kvant.models.geometry.parameters import Weight, WeightKind
@@ -389,13 +390,13 @@ def _numbers(
         name.endswith(".weight")
         and weight is not None
         and weight.kind is WeightKind.LINEAR
-        and (shape != (weight.rows, weight.columns))
+        and shape != (weight.rows, weight.columns)
     ):
         because, state = f"config.json makes it {weight.rows} x {weight.columns}", TensorState.WRONG
         fault = BadCheckpoint(
             f"{name} has the shape {' x '.join(map(str, shape))}",
             why=because,
-            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+            ways_out=(COMPARE_CONFIG,),
         )
     elif use.rounded is not None:
         because = _rounded(layer, weight, shape, use, use.rounded)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvant.errors import BadCheckpoint, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.models.geometry.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields, shown
@@ -99,13 +100,13 @@ def _without_type(architectures: tuple[str, ...]) -> BadCheckpoint:
         name for f in FAMILIES if architectures[0] in f.architectures for name in f.model_types
     )
     name = next(known, None)
-    way = "compare config.json with the one the model was published with"
+    way = COMPARE_CONFIG
     if name is not None:
-        way = f'add "model_type": "{name}" to config.json'
+        way = WayOut(f'add "model_type": "{name}" to config.json')
     return BadCheckpoint(
         "config.json: model_type is missing",
         why=f"transformers chooses its class by it; architectures is {shown(list(architectures))}",
-        ways_out=(WayOut(way),),
+        ways_out=(way,),
     )
 
 

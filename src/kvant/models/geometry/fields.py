@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 
 MAX_WIDTH = 2**24
 """More than any width, head count or vocabulary of a model. Larger numbers are refused as absurd."""
@@ -59,7 +60,7 @@ class Fields:
         return BadCheckpoint(
             f"config.json: {self._section}{name} {what}",
             why=why,
-            ways_out=(WayOut("compare config.json with the one the model was published with"),),
+            ways_out=(COMPARE_CONFIG,),
         )
 
     def integer(self, *names: str, least: int = 1, most: int = MAX_WIDTH) -> int:

@@ -14,7 +14,7 @@ from kvant.models.geometry.declared import declared_kinds, refuse_undeclared_kin
 from kvant.models.geometry.families import FAMILIES
 from kvant.models.geometry.fields import Fields
 from kvant.models.quiet import quiet_transformers
-from tests.models import configs
+from tests.models import configs, meta
 
 VALUES: tuple[Any, ...] = (None, "x", [1], ["a"], {"a": 1}, 1.5, True, 1)
 
@@ -64,3 +64,43 @@ def test_null_in_a_field_that_a_start_needs_is_refused_with_its_section() -> Non
         read_geometry(config)
     assert refused.value.why == "transformers takes a whole number"
     assert refused.value.ways_out
+
+
+_ROTARY: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1},
+    "llama3": {
+        "factor": 2.0, "original_max_position_embeddings": 64,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope_type", _ROTARY)
+def test_rotary_numbers_are_refused_exactly_if_transformers_cannot_compute_with_them(
+    rope_type: str,
+) -> None:
+    whole = {"rope_type": rope_type, "rope_theta": 1e4, **_ROTARY[rope_type]}
+    for field in whole.keys() - {"rope_type"}:
+        for value in (..., None, "x", [1], {"a": 1}, 3):
+            given = configs.changed(whole, **{field: value})
+            config = {**configs.tiny("llama"), "rope_parameters": given}
+            try:
+                meta.build(config)
+            except Exception:  # from a check of the config, or from the arithmetic
+                with pytest.raises(BadCheckpoint, match=field) as refused:
+                    read_geometry(config)
+                assert refused.value.ways_out
+            else:
+                read_geometry(config)
+
+
+@pytest.mark.parametrize("value", [None, "x", [1]])
+def test_a_rope_theta_that_is_no_number_is_refused(value: Any) -> None:
+    config = {**configs.tiny("qwen3"), "rope_theta": value}
+    with pytest.raises(Exception, match="unsupported operand"):
+        meta.build(config)
+    with pytest.raises(BadCheckpoint, match="rope_theta is"):
+        read_geometry(config)

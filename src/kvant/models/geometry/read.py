@@ -12,7 +12,7 @@ from kvant.models.geometry.declared import refuse_undeclared_kinds
 from kvant.models.geometry.families import find_family, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
-from kvant.models.geometry.rope import DYNAMIC, rope_section, rope_types
+from kvant.models.geometry.rope import DYNAMIC, check_rotary, rope_section, rope_types
 
 _MAX_VOCABULARY = 2**28
 
@@ -49,6 +49,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     model_type = top.text("model_type") or family.model_types[0]
     for section in (top, fields):
         _refuse_wrong_kinds(section)
+    check_rotary(fields)
     layers = family.layers(fields, family.prefix)
     geometry = ModelGeometry(
         architecture=(top.words("architectures") or (model_type,))[0],

@@ -25,6 +25,20 @@ ROPE_TYPES = ("default", "linear", DYNAMIC, "yarn", LONGROPE, "llama3", "proport
 _FORMER = {"su": LONGROPE, "mrope": "default"}
 
 
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    DYNAMIC: ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Fields without which transformers does not compute a type's frequencies."""
+
+_NUMBERS = (
+    "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class MovingRotary:
     """The fixed length of frequencies that transformers changes with the length.
@@ -70,6 +84,26 @@ def rope_types(fields: Fields) -> tuple[str, ...]:
     return tuple(_type_of(section) for section in _sections(fields))
 
 
+def check_rotary(fields: Fields) -> None:
+    """Raises BadCheckpoint for rotary numbers of a decoder that transformers cannot compute with."""
+    sections = _sections(fields)
+    if fields.is_null("rope_theta") and not any(one.has("rope_theta") for one in sections):
+        raise fields.bad("rope_theta", "rotary frequencies are powers of it")
+    for section in sections:
+        for name in _NUMBERS:
+            section.number(name, 0.0)
+        if section.is_null("rope_theta"):
+            raise section.bad("rope_theta", "rotary frequencies are powers of it")
+        kind = _type_of(section)
+        needed = () if section.has("short_factor") else _NEEDED.get(kind, ())
+        for name in needed:
+            # A factor that is null follows from the two lengths.
+            if not section.has(name) and not (kind == "yarn" and section.is_null(name)):
+                raise section.bad(name, f"rotary type {kind} needs it")
+        if kind in ("yarn", "llama3") and section.is_null("original_max_position_embeddings"):
+            raise section.bad("original_max_position_embeddings", f"rotary type {kind} needs it")
+
+
 def original_length(fields: Fields, rope: Fields) -> int | None:
     """Returns the number of tokens up to which transformers does not change the frequencies."""
     return (
@@ -89,7 +123,8 @@ def _sections(fields: Fields) -> list[Fields]:
     rope = rope_section(fields)
     if rope is None:
         return []
-    nested = [name for name in rope.names() if isinstance(rope.raw(name), Mapping)]
+    named = [name for name in rope.names() if name not in _NUMBERS]
+    nested = [name for name in named if isinstance(rope.raw(name), Mapping)]
     found = [rope.inside(name) for name in nested]
     return [section for section in found if section is not None] or [rope]
 

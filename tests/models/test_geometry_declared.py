@@ -104,3 +104,21 @@ def test_a_rope_theta_that_is_no_number_is_refused(value: Any) -> None:
         meta.build(config)
     with pytest.raises(BadCheckpoint, match="rope_theta is"):
         read_geometry(config)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "gemma3n_text", "mimo_v2_flash"])
+def test_a_padding_token_beyond_the_vocabulary_is_refused_as_by_transformers(
+    model_type: str,
+) -> None:
+    config = configs.tiny(BY_TYPE[model_type])
+    size = config["vocab_size"]
+    for inside in (None, 0, size - 1, -size):
+        given = {**config, "pad_token_id": inside}
+        read_geometry(given)
+        meta.build(given)
+    for beyond in (size, -size - 1):
+        given = {**config, "pad_token_id": beyond}
+        with pytest.raises(AssertionError, match="Padding_idx"):
+            meta.build(given)
+        with pytest.raises(BadCheckpoint, match=f"pad_token_id is {beyond}(.|\n)*{size} tokens"):
+            read_geometry(given)

@@ -62,6 +62,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         not_runnable=family.not_runnable,
         state_dtype=read_state_dtype(fields),
     )
+    _refuse_padding(fields, geometry.vocab_size)
     refuse_undeclared_kinds(top, model_type)
     if family.in_text_config:
         refuse_undeclared_kinds(fields, fields.text("model_type") or f"{model_type}_text")
@@ -120,6 +121,13 @@ def _refuse_unread_overrides(fields: Fields, family: Family) -> None:
         raise fields.bad(
             "per_layer_config", f"Kvant does not know {family.title} with layers that differ"
         )
+
+
+def _refuse_padding(fields: Fields, vocab_size: int) -> None:
+    """Raises BadCheckpoint for a padding token that has no row of the embedding."""
+    pad = fields.raw("pad_token_id")
+    if type(pad) is int and not -vocab_size <= pad < vocab_size:
+        raise fields.bad("pad_token_id", f"the vocabulary has {vocab_size} tokens")
 
 
 def _refuse_wrong_kinds(fields: Fields) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +108,16 @@ def test_answers_are_those_of_the_engine_and_are_kept(llm: LLM, tmp_path: Path) 
     assert found["formats"]["float32"]["pass_at_1"] == pytest.approx(np.mean(expected) / 2)
     assert found["formats"]["float32"]["against_baseline"] == 0
     assert len(kept) == 2
+
+
+def test_answers_of_another_backend_are_not_continued(llm: LLM) -> None:
+    plan = plan_storing(llm, parse_format("float32", asked_by="test"))
+    other = replace(plan, layers=tuple(replace(one, backend="other") for one in plan.layers))
+    inputs = [
+        Reasoning(llm, {"float32": one}, [Problem("1 + 1", "2")], Sampling(1, 4, 0.0, 1.0)).inputs()
+        for one in (plan, plan, other)
+    ]
+    assert inputs[0] == inputs[1] != inputs[2]
 
 
 def test_answers_that_do_not_fit_are_refused_with_what_fits(llm: LLM) -> None:

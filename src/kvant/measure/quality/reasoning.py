@@ -21,7 +21,7 @@ from kvant.errors import BadValue, WayOut
 from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.pages import SCRATCH
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import engine_over, runner_storing
+from kvant.measure.own_engine import engine_over, runner_of, runner_storing
 from kvant.measure.quality.compare import Told
 from kvant.measure.quality.evaluate import Part
 from kvant.measure.quality.kept import model_files
@@ -177,7 +177,9 @@ class Reasoning:
         return {
             "kvant": __version__,
             "files": model_files(self.llm.model_path),
+            "device": str(runner_of(self.llm).device),
             "plans": {name: plan.fingerprint for name, plan in self.plans.items()},
+            "backends": {n: [s.backend for s in p.layers] for n, p in self.plans.items()},
             "problems": hashlib.sha256(text.encode()).hexdigest(),
             "sampling": asdict(self.sampling),
         }

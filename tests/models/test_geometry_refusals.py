@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvant.errors import BadCheckpoint
@@ -194,6 +194,7 @@ def broken_configs(draw: st.DrawFn, names: tuple[str, ...]) -> dict[str, Any]:
     return config
 
 
+@settings(deadline=None)
 @given(broken_configs(PUBLISHED))
 def test_any_config_is_read_or_refused(config: dict[str, Any]) -> None:
     try:
@@ -211,6 +212,7 @@ def test_any_config_is_read_or_refused(config: dict[str, Any]) -> None:
 _TARGETS = tuple(read_geometry(published(name)) for name in ("qwen3-8b", "llama-3.1-8b"))
 
 
+@settings(deadline=None)
 @given(broken_configs(DRAFTERS), st.sampled_from(_TARGETS))
 def test_any_drafters_config_is_read_or_refused(
     config: dict[str, Any], target: ModelGeometry

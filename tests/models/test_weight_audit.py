@@ -364,7 +364,65 @@ def test_a_config_with_other_heads_than_the_files_is_refused_by_plan_and_start(
 def test_a_tensor_of_another_shape_is_named_although_kvant_lists_no_shape_for_it(
     tmp_path: Path,
 ) -> None:
-    name = "model.layers.1.input_layernorm.weight"
-    path = _with(tiny.build("llama", tmp_path), lambda t: t.update({name: t[name][:32]}))
-    with pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[32\](.|\n)*makes it \[64\]"):
+    name = "model.layers.1.self_attn.qkv_proj.weight"
+    path = _with(tiny.build("phi3", tmp_path), lambda t: t.update({name: t[name][:32]}))
+    with pytest.raises(BadCheckpoint, match=rf"{name} has the shape \[32, 192\](.|\n)*makes it \["):
         LLM(path, kv_cache_memory="1MiB")
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_whole_checkpoint_has_all_weights_in_their_shapes(family: str, tmp_path: Path) -> None:
+    path = tiny.build(family, tmp_path)
+    found = plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU))).audit
+    assert found is not None
+    assert found.faults == ()
+
+
+def _refused_by_both(path: Path, words: str) -> None:
+    found = plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
+    assert not found.can_run
+    assert found.audit is not None
+    assert found.audit.refusal is not None
+    with pytest.raises(BadCheckpoint, match=words) as refused:
+        LLM(path, kv_cache_memory="1MiB")
+    assert str(refused.value) == str(found.audit.refusal)
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.input_layernorm.weight"),
+        ("llama", "model.layers.1.mlp.up_proj.weight"),
+        ("llama", "model.norm.weight"),
+        ("llama", "model.embed_tokens.weight"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.gate.weight"),
+        ("gpt_oss", "model.layers.1.self_attn.sinks"),
+        ("gemma3", "lm_head.weight"),
+    ],
+)
+def test_a_weight_that_the_files_lack_is_named_by_plan_and_start(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    path = _with(tiny.build(family, tmp_path), lambda t: t.pop(name))
+    _refused_by_both(path, f"{name} is missing")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.1.input_layernorm.weight"),
+        ("llama", "model.embed_tokens.weight"),
+        ("qwen2", "model.layers.0.self_attn.k_proj.bias"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.1.down_proj.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.gate.weight"),
+        ("gpt_oss", "model.layers.1.self_attn.sinks"),
+    ],
+)
+def test_a_weight_of_another_shape_is_named_by_plan_and_start(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    path = _with(tiny.build(family, tmp_path), lambda t: t.update({name: t[name][:-1].clone()}))
+    _refused_by_both(path, f"{name} has the shape")

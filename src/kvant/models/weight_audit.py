@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
 from kvant.models.geometry.parameters import Weight, WeightKind
@@ -166,11 +166,13 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
             found += [_beyond(name, layer, *tensors[name]) for name in names]
             continue
         found += _layer(layer, names, weight, tensors, use, listed)
+    found += _lacking(tensors, modules, use)
     return WeightAudit(tuple(sorted(found, key=lambda one: one.name)))
 
 
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_INDEX = re.compile(r"\.\d+(?=\.)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
 """Modules that predict further tokens, which no class of transformers loads."""
 
@@ -244,7 +246,48 @@ def _layer(
         yield from _wanted(layer, scheme, wanted, tensors, use)
     for name in names:
         if name not in wanted:
-            yield _other(name, layer, scheme if wanted else None, weight, tensors, use)
+            own = (listed or {}).get(name, weight)  # biases are listed apart
+            yield _other(name, layer, scheme if wanted else None, own, tensors, use)
+
+
+def _lacking(tensors: Tensors, modules: Mapping[str, list[str]], use: Use) -> Iterator[TensorUse]:
+    """Yields weights that no file has, though the files name the model's weights as Kvant does.
+
+    Files may join weights or name them in another way. So a weight that no layer has tells nothing, but a
+    weight of some layers is needed by all layers that Kvant lists with it. Lacking experts are refused by
+    `kvant.models.geometry.mixtures`.
+    """
+    alike: dict[str, list[str]] = {}
+    for weight in use.weights or ():
+        if _is_of_decoder(weight.name, use) and weight.kind is not WeightKind.EXPERT:
+            alike.setdefault(_INDEX.sub(".N", weight.name), []).append(weight.name)
+
+    def is_there(name: str) -> bool:
+        # A narrow weight's own format says which of its tensors are missing.
+        shorts = {one.rpartition(".")[2] for one in modules.get(name, ())}
+        return name in tensors or "weight" in shorts or not shorts.isdisjoint(_ROLES)
+
+    absent: list[str] = []
+    above = use.layers.removesuffix(".layers")
+    alone = {f"{above}.embed_tokens", f"{above}.norm", "lm_head"} & alike.keys()
+    for names in alike.values():
+        lacking = [name for name in names if not is_there(name)]
+        if len(lacking) < len(names):
+            absent += lacking
+    if any(name.startswith(f"{use.layers}.") for name in modules):
+        absent += [name for name in alone if not is_there(name)]
+    because = "the files are incomplete or of another model"
+    for layer in absent:
+        name = layer if layer.endswith((".bias", ".sinks")) else f"{layer}.weight"
+        fault = BadCheckpoint(f"{name} is missing", why=because, ways_out=(COPY_AGAIN,))
+        yield TensorUse(
+            name, layer, "absent", NUMBERS, TensorState.MISSING, because, None, None, fault
+        )
+
+
+def _is_of_decoder(name: str, use: Use) -> bool:
+    """Whether Kvant lists a weight with the name and the shape that files have; of towers it lists sums."""
+    return name == "lm_head" or name.startswith(f"{use.layers.removesuffix('.layers')}.")
 
 
 def _is_narrow(
@@ -386,21 +429,34 @@ def _numbers(
             TensorState.WRONG,
         )
         fault = BadCheckpoint(f"{name} has the dtype {dtype}", why=because)
-    elif (
-        name.endswith(".weight")
-        and weight is not None
-        and weight.kind is WeightKind.LINEAR
-        and shape != (weight.rows, weight.columns)
-    ):
-        because, state = f"config.json makes it {weight.rows} x {weight.columns}", TensorState.WRONG
+    elif (wanted := _other_shape(name, weight, shape, use)) is not None:
+        because, state = f"config.json makes it {_shown(wanted)}", TensorState.WRONG
         fault = BadCheckpoint(
-            f"{name} has the shape {' x '.join(map(str, shape))}",
+            f"{name} has the shape {_shown(shape)}",
             why=because,
             ways_out=(COMPARE_CONFIG,),
         )
     elif use.rounded is not None:
         because = _rounded(layer, weight, shape, use, use.rounded)
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)
+
+
+def _other_shape(
+    name: str, weight: Weight | None, shape: tuple[int, ...], use: Use
+) -> tuple[int, ...] | None:
+    """Returns the shape that a tensor should have, if it has another one."""
+    if weight is None or not (name == weight.name or name.endswith(".weight")):
+        return None
+    wanted: tuple[int, ...] = (weight.rows, weight.columns)
+    if weight.kind is WeightKind.OTHER:
+        if weight.rows > 1 or not _is_of_decoder(name, use):
+            return None  # of convolutions, files have more dimensions
+        wanted = (weight.columns,)
+    return None if shape == wanted else wanted
+
+
+def _shown(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "()"
 
 
 def _rounded(

@@ -22,7 +22,7 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.weight_audit import TensorState, WeightAudit
 from kvant.plan.plan import PlanRequest
 from tests.cli.command import kvant
-from tests.models import tiny, tiny_gguf, tiny_narrow_experts
+from tests.models import families, tiny, tiny_gguf, tiny_narrow_experts
 from tests.models.tiny_narrow import DIALECTS, build
 from tests.planned import plan_of
 
@@ -387,6 +387,18 @@ def _refused_by_both(path: Path, words: str) -> None:
         LLM(path, kv_cache_memory="1MiB")
     assert str(refused.value) == str(found.audit.refusal)
     assert refused.value.ways_out
+
+
+def test_weights_of_a_probed_family_are_compared_too(tmp_path: Path) -> None:
+    families.build("stablelm", tmp_path)
+    name = "model.layers.1.input_layernorm.weight"
+    whole = plan_of(PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU))).audit
+    assert whole is not None
+    assert whole.faults == ()
+    _with(tmp_path, lambda t: t.update({name: t[name][:-1].clone()}))
+    _refused_by_both(tmp_path, f"{name} has the shape")
+    _with(tmp_path, lambda t: t.pop(name))
+    _refused_by_both(tmp_path, f"{name} is missing")
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
@@ -136,7 +137,8 @@ class Use:
     declared: their formats, on any device. stored: formats that run undecoded, None if none do.
     decoded: says that they are decoded, and why. rounded: how 16-bit matrices are rounded. activations: how
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
-    rounds_head: the head is rounded too, to int8. layers: path of the layers that are rounded.
+    rounds_head: the head is rounded too, to int8. layers: path of the layers that are rounded. parameters:
+    names and shapes of a probed model's weights.
     """
 
     declared: Stored | NotStored | None
@@ -148,6 +150,7 @@ class Use:
     kv: KVPlan
     rounds_head: bool = True
     layers: str = ""
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
@@ -172,6 +175,9 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
 
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_JOINED_EXPERTS = re.compile(r"\.experts\.[a-z]")
+"""Matrices of all experts in one tensor, which some files have transposed."""
+
 _INDEX = re.compile(r"\.\d+(?=\.)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
 """Modules that predict further tokens, which no class of transformers loads."""
@@ -261,6 +267,10 @@ def _lacking(tensors: Tensors, modules: Mapping[str, list[str]], use: Use) -> It
     for weight in use.weights or ():
         if _is_of_decoder(weight.name, use) and weight.kind is not WeightKind.EXPERT:
             alike.setdefault(_INDEX.sub(".N", weight.name), []).append(weight.name)
+    for name in use.parameters:
+        if not _JOINED_EXPERTS.search(name):
+            path = name.removesuffix(".weight")
+            alike.setdefault(_INDEX.sub(".N", path), []).append(path)
 
     def is_there(name: str) -> bool:
         # A narrow weight's own format says which of its tensors are missing.
@@ -274,11 +284,12 @@ def _lacking(tensors: Tensors, modules: Mapping[str, list[str]], use: Use) -> It
         lacking = [name for name in names if not is_there(name)]
         if len(lacking) < len(names):
             absent += lacking
-    if any(name.startswith(f"{use.layers}.") for name in modules):
+    if use.layers and any(name.startswith(f"{use.layers}.") for name in modules):
         absent += [name for name in alone if not is_there(name)]
     because = "the files are incomplete or of another model"
     for layer in absent:
-        name = layer if layer.endswith((".bias", ".sinks")) else f"{layer}.weight"
+        is_whole = layer.endswith((".bias", ".sinks")) or layer in use.parameters
+        name = layer if is_whole else f"{layer}.weight"
         fault = BadCheckpoint(f"{name} is missing", why=because, ways_out=(COPY_AGAIN,))
         yield TensorUse(
             name, layer, "absent", NUMBERS, TensorState.MISSING, because, None, None, fault
@@ -445,6 +456,9 @@ def _other_shape(
     name: str, weight: Weight | None, shape: tuple[int, ...], use: Use
 ) -> tuple[int, ...] | None:
     """Returns the shape that a tensor should have, if it has another one."""
+    if name in use.parameters and not _JOINED_EXPERTS.search(name):
+        own = use.parameters[name]
+        return None if shape == own else own
     if weight is None or not (name == weight.name or name.endswith(".weight")):
         return None
     wanted: tuple[int, ...] = (weight.rows, weight.columns)

@@ -276,6 +276,7 @@ def _audit(
             target.kv,
             rounds_head=ranks == 1,
             layers="" if isinstance(listed, str) else find_family(target.config).prefix,
+            parameters=dict(target.parameters),
         ),
     )
 

@@ -175,9 +175,13 @@ def test_a_kl_budget_is_met_on_held_out_text(tuner: Tuner) -> None:
     assert small.bytes_per_token < found.bytes_per_token < tuner.wide.bytes_per_token
 
 
-def test_budgets_that_cannot_be_met_show_the_closest(tuner: Tuner) -> None:
+def test_budgets_that_cannot_be_met_show_the_closest(tuner: Tuner, tmp_path: Path) -> None:
+    def told(done: int, total: int) -> None:
+        raise AssertionError("measured before the budget was refused")
+
+    early = Tuner(tuner.llm, tuner.lesson, FORMATS, Kept(tmp_path, {}), told)
     with pytest.raises(BadValue, match=r"--budget 2bits cannot be met") as caught:
-        tuner.for_bits(2.0)
+        early.for_bits(2.0)
     way = caught.value.ways_out[0].arguments[1]
     assert tuner.for_bits(float(way.removesuffix("bits"))).policy.bits > 2
     narrow = Tuner(tuner.llm, tuner.lesson, FORMATS, tuner.kept, tuner.told)

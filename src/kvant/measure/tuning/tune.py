@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -40,7 +41,6 @@ from kvant.measure.tuning.search import (
     Option,
     Place,
     best_within,
-    fewest_bytes,
     least_kl,
     not_beaten,
     smallest_under,
@@ -172,24 +172,23 @@ class Tuner:
     def for_bits(self, bits: float) -> Tuned:
         """Returns the policy of least KL with at most `bits` bits per value, including scales.
 
-        Raises BadValue, with the narrowest possible policy, if none is that small.
+        Raises BadValue before it measures, with the fewest possible bits, if none is that small.
         """
-        options = self.options()
         whole = self.wide.bytes_per_token_16bit
-        least = fewest_bytes(options)
-        narrow = self._plan_of(least)
-        rows = (
-            self.stored_bytes(narrow) - narrow.bytes_per_token
-        )  # bytes of wide rows, an upper bound
-        found = best_within(options, int(bits / 16 * whole) - rows)
-        if found is None:
-            fewest = 16 * (least.bytes + rows) / whole
+        rows, least = self._fewest_bytes()
+        budget = (
+            int(bits * whole / 16 + 1e-6) - rows
+        )  # bits of two digits may fall short of whole bytes
+        if budget < least:
+            fewest = 16 * (least + rows) / whole
             raise BadValue(
                 f"--budget {bits:g}bits cannot be met",
-                why=f"the narrowest policy has {fewest:.2f} bits per value, "
-                f"at a KL divergence of about {least.kl:.3g}",
+                why=f"the narrowest policy has {fewest:.2f} bits per value",
                 ways_out=(WayOut("take the narrowest", ("--budget", f"{_up(fewest)}bits")),),
             )
+        options = self.options()
+        found = best_within(options, budget)
+        assert found is not None, "the narrowest formats are among the options"
         return self.beside_uniform(self._verified(options, found))
 
     def for_kl(self, most: float) -> Tuned:
@@ -250,8 +249,22 @@ class Tuner:
         head_dim = g.head_dim_k if side is Side.K else g.head_dim_v
         return g.num_kv_heads * dtype.format.row_bytes(head_dim)
 
-    def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
-        """Returns the mean KL with all layers' keys, or all values, in one format and the rest wide."""
+    def _fewest_bytes(self) -> tuple[int, int]:
+        """Returns bytes per token: of wide rows, an upper bound, and the fewest of all else."""
+        plans = self._narrow_plans()
+        least: dict[Place, KVDtype] = {}
+        for index, side in self.places():
+            narrow = [d for s, d in plans if s is side]
+            if narrow:
+                least[index, side] = min(narrow, key=lambda d: self._bytes(index, side, d))
+        plan = self.plan_of(least)
+        return self.stored_bytes(plan) - plan.bytes_per_token, plan.bytes_per_token
+
+    def _narrow_plans(self) -> dict[tuple[Side, KVDtype], KVPlan]:
+        """Returns plans that store all layers' keys, or all values, in one candidate and the rest wide.
+
+        Raises BadValue if none is narrower than the model dtype.
+        """
         plans: dict[tuple[Side, KVDtype], KVPlan] = {}
         refused: list[str] = []
         places = self.places()
@@ -272,8 +285,12 @@ class Tuner:
                 "no format is narrower than the model dtype and served here",
                 why="; ".join(refused) or "every named format is as wide",
             )
+        return plans
+
+    def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
+        """Returns the mean KL with all layers' keys, or all values, in one format and the rest wide."""
         kl: dict[Side, dict[KVDtype, float]] = {side: {} for side in Side}
-        for (side, dtype), mean in self._means("uniform", plans).items():
+        for (side, dtype), mean in self._means("uniform", self._narrow_plans()).items():
             kl[side][dtype] = mean
         return kl
 
@@ -385,4 +402,4 @@ def _label(key: tuple[int | Side | KVDtype, ...]) -> str:
 
 def _up(value: float, digits: int = 2) -> float:
     """Rounds up, so that the way out that an error suggests works."""
-    return round(value + 10.0**-digits, digits)
+    return math.ceil(value * 10**digits) / 10**digits

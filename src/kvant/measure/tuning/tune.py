@@ -402,4 +402,5 @@ def _label(key: tuple[int | Side | KVDtype, ...]) -> str:
 
 def _up(value: float, digits: int = 2) -> float:
     """Rounds up, so that the way out that an error suggests works."""
-    return math.ceil(value * 10**digits) / 10**digits
+    scale = 10.0**digits
+    return math.ceil(value * scale) / scale

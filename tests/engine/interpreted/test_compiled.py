@@ -51,7 +51,8 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
 
 def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:
     found = compiled(tmp_path, "INT4_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "BFLOAT16")
-    assert found["store_rows"] == found["rotate_and_store"] == 2
+    assert found["store_rows"] == 2
+    assert found["rotate_and_store"] == 4, "with tiles of few rows and of many"
     assert found["both_attention"] == found["combine_both"] == 2, "with attention sinks and without"
     assert found["paged_attention"] >= 5, "of prompts and batch-invariant steps, each form"
 
@@ -91,7 +92,8 @@ def test_paddings_of_two_forms_may_differ(
 )
 def test_so_does_what_writes_and_reads_pages(k: str, v: str, tmp_path: Path) -> None:
     found = compiled(tmp_path, k, v)
-    assert found["store_rows"] == found["rotate_and_store"] == 1
+    assert found["store_rows"] == 1
+    assert found["rotate_and_store"] == 2, "with tiles of few rows and of many"
     assert found["paged_attention"] >= 3, "one of them with attention sinks"
     assert found["combine"] >= 1
 

@@ -80,6 +80,11 @@ def write_model(
     return directory
 
 
+def cache_warnings(body: Mapping[str, Any]) -> list[str]:
+    """Warnings of a plan but for those of weights, which these checkpoints lack."""
+    return [line for line in body["warnings"] if " (numbers) " not in line]
+
+
 def scales(
     num_layers: int = 4, *, names: tuple[str, str] = ("k_scale", "v_scale"), numel: int = 1
 ) -> dict[str, tuple[float, ...]]:

@@ -15,6 +15,7 @@ from tests.acceptance.models import (
     GPT_OSS,
     HYBRID,
     PHI3,
+    cache_warnings,
     compressed_tensors,
     config,
     modelopt,
@@ -85,7 +86,7 @@ def test_unset_and_auto_follow_the_checkpoint_with_its_scales(
     assert "kv_cache_scheme" in side["because"]
     assert side["scale"]["state"] == "found"
     assert side["scale"]["tensor"] == "model.layers.2.self_attn.v_scale"
-    assert body["warnings"] == []
+    assert cache_warnings(body) == []
 
 
 @pytest.mark.case("A03")
@@ -136,10 +137,10 @@ def test_fp8_without_scales_is_uncalibrated_and_says_so(tmp_path: Path) -> None:
     model = write_model(tmp_path / "m", config(), tensors={"model.norm.weight": (1.0,)})
     body = plan(model, "--kv-cache-dtype", "fp8")
     assert scale_states(body) == ["uncalibrated"] * 4
-    (warning,) = body["warnings"]
+    (warning,) = cache_warnings(body)
     assert "fp8_per_token_head" in warning
     assert "calibrated" in warning
-    assert plan(model, "--kv-cache-dtype", "fp8_per_token_head")["warnings"] == []
+    assert cache_warnings(plan(model, "--kv-cache-dtype", "fp8_per_token_head")) == []
 
 
 # -- ModelOpt, compressed-tensors ---------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_modelopt_fp8_without_scales_is_its_cast_recipe(tmp_path: Path) -> None:
     body = plan(model)
     assert formats(body) == [FP8] * 4
     assert scale_states(body) == ["cast"] * 4
-    assert body["warnings"] == []
+    assert cache_warnings(body) == []
 
 
 @pytest.mark.case("A12")

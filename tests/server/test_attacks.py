@@ -112,7 +112,9 @@ def test_a_template_process_that_always_dies_is_an_api_error(server: Server) -> 
         killer.join()
     assert answer.status in (400, 503)
     assert "template" in answer.error["message"]
-    assert server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).status == 200
+    # The last kill may hit the process that the next request starts.
+    later = (server.post(CHAT, {"messages": HELLO, "max_tokens": 2}).status for _ in range(3))
+    assert 200 in later
 
 
 def test_large_bodies_are_parsed_in_a_blink() -> None:

@@ -17,6 +17,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from kvant.measure.tuning.search import (
     Option,
     Place,
     best_within,
+    fewest_bytes,
     least_kl,
     not_beaten,
     smallest_under,
@@ -176,9 +178,8 @@ class Tuner:
         """
         whole = self.wide.bytes_per_token_16bit
         rows, least = self._fewest_bytes()
-        budget = (
-            int(bits * whole / 16 + 1e-6) - rows
-        )  # bits of two digits may fall short of whole bytes
+        # A suggested number of bits may come out just below whole bytes.
+        budget = int(bits * whole / 16 + 1e-6) - rows
         if budget < least:
             fewest = 16 * (least + rows) / whole
             raise BadValue(
@@ -251,15 +252,20 @@ class Tuner:
 
     def _fewest_bytes(self) -> tuple[int, int]:
         """Returns bytes per token: of wide rows, an upper bound, and the fewest of all else."""
-        plans = self._narrow_plans()
-        least: dict[Place, KVDtype] = {}
-        for index, side in self.places():
-            narrow = [d for s, d in plans if s is side]
-            if narrow:
-                least[index, side] = min(narrow, key=lambda d: self._bytes(index, side, d))
-        plan = self.plan_of(least)
+        narrow = {
+            place: [
+                Option(d, self._bytes(*place, d), 0.0)
+                for s, d in self._narrow_plans
+                if s is place[1]
+            ]
+            for place in self.places()
+        }
+        plan = self._plan_of(
+            fewest_bytes({place: found for place, found in narrow.items() if found})
+        )
         return self.stored_bytes(plan) - plan.bytes_per_token, plan.bytes_per_token
 
+    @cached_property
     def _narrow_plans(self) -> dict[tuple[Side, KVDtype], KVPlan]:
         """Returns plans that store all layers' keys, or all values, in one candidate and the rest wide.
 
@@ -290,7 +296,7 @@ class Tuner:
     def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
         """Returns the mean KL with all layers' keys, or all values, in one format and the rest wide."""
         kl: dict[Side, dict[KVDtype, float]] = {side: {} for side in Side}
-        for (side, dtype), mean in self._means("uniform", self._narrow_plans()).items():
+        for (side, dtype), mean in self._means("uniform", self._narrow_plans).items():
             kl[side][dtype] = mean
         return kl
 

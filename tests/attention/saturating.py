@@ -38,4 +38,4 @@ def counted(
     k[TOKENS - 1, 1, 63] *= 1.2
     k[TOKENS, 1, 0] *= 1.2
     backend.write(pool[1], k, v, step)
-    return [(one.spec.geometry.index, one.k, one.v) for one in pool.saturated()]
+    return [(one.spec.geometry.index, one.k, one.v) for one in pool.count_saturated()()]

@@ -211,10 +211,6 @@ class KVPool:
         wide = [cache.wide for cache in owned if cache.wide is not None]
         return [plane for cache in (*owned, *wide) for plane in (*cache.k, *cache.v)]
 
-    def saturated(self) -> tuple[Saturated, ...]:
-        """Return layers with values beyond their range. Waits for the device."""
-        return self.count_saturated()()
-
     def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
         """Begin to read which layers have values beyond their range; the result waits for them.
 

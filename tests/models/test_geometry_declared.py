@@ -1,4 +1,4 @@
-"""Kinds of values in config.json: a plan refuses those that transformers' class refuses, and no others."""
+"""Plans refuse values in config.json of exactly the kinds that transformers' config classes refuse."""
 
 from __future__ import annotations
 

@@ -259,9 +259,8 @@ def _layer(
 def _lacking(tensors: Tensors, modules: Mapping[str, list[str]], use: Use) -> Iterator[TensorUse]:
     """Yields weights that no file has, though the files name the model's weights as Kvant does.
 
-    Files may join weights or name them in another way. So a weight that no layer has tells nothing, but a
-    weight of some layers is needed by all layers that Kvant lists with it. Lacking experts are refused by
-    `kvant.models.geometry.mixtures`.
+    Files may join weights or name them in another way. So a weight is reported if only some layers lack it,
+    and not if all layers do. `kvant.models.geometry.mixtures` refuses missing experts.
     """
     alike: dict[str, list[str]] = {}
     for weight in use.weights or ():

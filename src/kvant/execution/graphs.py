@@ -414,8 +414,9 @@ class StepGraphs:
                     rows, tokens, starts, counts, limits, state, tables, self._page_size,
                     self._max_model_len,
                 )  # fmt: skip
-                logits = self.logits.keep(self._forward(ids, step, self._places[:size]))
-                return logits, most_likely(logits, rows, step.positions, step.seqlens_kv, state)
+                logits = self._forward(ids, step, self._places[:size])
+                kept = self.logits.room(logits)
+                return kept, most_likely(logits, rows, step.positions, step.seqlens_kv, state, kept)
         else:
             there = index >= 0
             state.pages.view(-1).index_put_((index[there],), values[there].to(torch.int32))

@@ -16,11 +16,15 @@ class SharedLogits:
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
-    def keep(self, logits: Tensor) -> Tensor:
-        """Copies logits [n, vocab_size] to the buffer's first rows. Returns these, in float32 or wider."""
+    def room(self, logits: Tensor) -> Tensor:
+        """Returns the buffer's first rows, as many as logits [n, vocab_size] has, in float32 or wider."""
         if self._memory is None:
             self._memory = torch.empty_like(logits, dtype=widened(logits.dtype))
-        rows = self._memory[: len(logits)]
+        return self._memory[: len(logits)]
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """Copies logits [n, vocab_size] to the buffer's first rows. Returns these, in float32 or wider."""
+        rows = self.room(logits)
         return rows if rows.data_ptr() == logits.data_ptr() else rows.copy_(logits)
 
     def rows(self, count: int) -> Tensor:

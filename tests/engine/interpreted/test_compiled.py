@@ -41,7 +41,7 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
         "_narrow": 8,
         "_weigh": 2,
         "_choose": 2,
-        "_most_likely": 2,
+        "_most_likely": 5,
         "_lay_out": 1,
         "_gather_pages": 1,
         "_write_pages": 1,

@@ -74,12 +74,13 @@ def test_changed_page_ids_are_written_and_gathered() -> None:
     assert table[2].eq(-5).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [7, 4096, 9001])
 def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_told(
-    size: int,
+    size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    logits = torch.randn(7, size, device=DEVICE)
+    logits = torch.randn(7, size, device=DEVICE).to(dtype)
     logits[1, 3] = torch.nan
     logits[2] = -torch.inf
     logits[3, 2] = logits[3, size - 1] = 50.0
@@ -99,6 +100,13 @@ def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_
     assert state.tokens[rows].tolist() == tokens.tolist()
     assert state.lengths[rows].tolist() == (positions + 1).tolist()
     assert state.tokens[[4, 5, 7]].tolist() == untouched
+    wide = torch.promote_types(dtype, torch.float32)
+    kept = torch.full((9, size + 3), 5.0, dtype=wide, device=DEVICE)
+    again = most_likely(logits, rows, positions, counts, state, kept[:7, :size]).view(2, 7)
+    assert again.tolist() == [sound.tolist(), tokens.tolist()]
+    torch.testing.assert_close(kept[:7, :size], logits.to(wide), rtol=0, atol=0, equal_nan=True)
+    assert kept[7:].eq(5).all()
+    assert kept[:, size:].eq(5).all()
     counts[3] = 0
     before = state.tokens.tolist(), state.lengths.tolist()
     sound, tokens = most_likely(logits, rows, 2 * positions, counts, state).view(2, 7)

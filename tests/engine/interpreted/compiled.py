@@ -88,6 +88,8 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
         TritonBackend().attend(x.cache, x.q, x.step, x.params)
         with_sinks = replace(x.params, sinks=torch.zeros(x.q.shape[1], dtype=torch.bfloat16))
         TritonBackend().attend(x.cache, x.q, x.step, with_sinks)
+        if rows is None:
+            TritonBackend().attend(x.cache, x.q, x.step, replace(x.params, window=64))
         if rows is not None:
             TritonBackend(batch_invariant=True).attend(x.cache, x.q, x.step, x.params)
     angles = torch.zeros(99, 64, dtype=torch.bfloat16)

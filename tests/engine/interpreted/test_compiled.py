@@ -94,7 +94,7 @@ def test_so_does_what_writes_and_reads_pages(k: str, v: str, tmp_path: Path) -> 
     found = compiled(tmp_path, k, v)
     assert found["store_rows"] == 1
     assert found["rotate_and_store"] == 2, "with tiles of few rows and of many"
-    assert found["paged_attention"] >= 3, "one of them with attention sinks"
+    assert found["paged_attention"] >= 5, "with attention sinks, with a window, with neither"
     assert found["combine"] >= 1
 
 

@@ -467,7 +467,8 @@ def attend_item(
                 False, SOFTCAP, FULL, FIXED, PTX, FORM,
             )  # fmt: skip
     if FORM == 0:
-        for at in tl.range(masked_from, end, TILE, num_stages=1):
+        # Behind a loop of tiles without a mask, one or two are left: copying ahead would only take registers.
+        for at in tl.range(masked_from, end, TILE, num_stages=None if WINDOW else 1):
             state = _tile(
                 state, q, q_sum, factor, cap, at, at + TILE, visible, end, row_lo, row_hi, sink,
                 k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,

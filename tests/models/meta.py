@@ -24,7 +24,7 @@ def build(config: Mapping[str, Any], *, device: str = "meta", attention: str = "
 
 
 def num_elements(model: PreTrainedModel) -> int:
-    """Elements of all that a checkpoint of the model holds, but scalars (bounds in towers)."""
+    """Elements of all that a checkpoint of the model holds."""
     saved = set(model.state_dict())
-    buffers = sum(b.numel() for name, b in model.named_buffers() if name in saved and b.dim() > 0)
+    buffers = sum(b.numel() for name, b in model.named_buffers() if name in saved)
     return buffers + sum(p.numel() for p in model.parameters())

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
-from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN, INCOMPLETE
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
@@ -380,6 +380,6 @@ def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
         shown = ", ".join(missing[:5]) + (", .." if len(missing) > 5 else "")
         raise BadCheckpoint(
             f"{path} lacks {len(missing)} of the model's weights: {shown}",
-            why="; ".join(info["error_msgs"]) or "the files are incomplete or of another model",
+            why="; ".join(info["error_msgs"]) or INCOMPLETE,
             ways_out=(COPY_AGAIN,),
         )

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN, INCOMPLETE
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
 from kvant.models.geometry.parameters import Weight, WeightKind
@@ -155,28 +155,132 @@ class Use:
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
     """Returns what every tensor is for, and whether the plan uses it. Pure."""
-    listed = None if use.weights is None else {weight.name: weight for weight in use.weights}
-    places = {place for name in listed or () if (place := _place_of(name)) is not None}
+    use = _as_in_files(tensors, use)
+    model = _Model.of(use)
+    places = {place for name in model.listed or () if (place := _place_of(name)) is not None}
     modules: dict[str, list[str]] = {}
-    for name in tensors:
-        modules.setdefault(_layer_of(name), []).append(name)
-    found: list[TensorUse] = []
-    for layer, names in modules.items():
-        weight = None if listed is None else listed.get(_first_expert(layer))
+    beyond: list[TensorUse] = []
+    for name, (dtype, shape) in tensors.items():
+        layer = _layer_of(name)
         place = _place_of(layer)
         is_known = place is not None and any(one[0] == place[0] for one in places)
         if _PREDICTS.search(f"{layer}.") or (is_known and place not in places):
-            found += [_beyond(name, layer, *tensors[name]) for name in names]
-            continue
-        found += _layer(layer, names, weight, tensors, use, listed)
-    found += _lacking(tensors, modules, use)
+            beyond.append(_beyond(name, layer, dtype, shape))
+        else:
+            modules.setdefault(layer, []).append(name)
+    lacking, model = _find_lacking(tensors, modules, use, model)
+    found = [*beyond, *lacking]
+    for layer, names in modules.items():
+        found += _layer(layer, names, tensors, use, model)
     return WeightAudit(tuple(sorted(found, key=lambda one: one.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What files hold of a model, under their names. listed: its weights by path; None if Kvant lists none.
+
+    dims: shapes by path without ".weight", of expert 0 for all experts. joined: shapes of experts that are
+    stored together. is_whole: the files have all weights, so nothing reads their other tensors.
+    """
+
+    listed: Mapping[str, Weight] | None
+    dims: Mapping[str, tuple[int, ...]]
+    joined: Mapping[str, tuple[int, ...]]
+    is_whole: bool = False
+
+    @classmethod
+    def of(cls, use: Use) -> _Model:
+        dims = {weight.name: weight.dims for weight in use.weights or ()}
+        joined: dict[str, tuple[int, ...]] = {}
+        for weight in use.weights or ():
+            if weight.kind is WeightKind.EXPERT:
+                experts, _, product = weight.name.rpartition(".0.")
+                path = f"{experts}.{_JOINED_AS.get(product, product)}"
+                before = joined.get(path, (0, 0, 0))[1]
+                joined[path] = weight.copies, before + weight.rows, weight.columns
+        for name, shape in use.parameters.items():
+            if _JOINED_EXPERTS.search(name) is None:
+                dims[name.removesuffix(".weight")] = shape
+            else:
+                joined[name] = shape
+        listed = None if use.weights is None else {weight.name: weight for weight in use.weights}
+        return cls(listed, dims, joined)
+
+    def weight(self, path: str) -> Weight | None:
+        """Returns the weight that Kvant lists for a module."""
+        return None if self.listed is None else self.listed.get(_first_expert(path))
+
+    def has(self, name: str) -> bool:
+        """Returns whether a tensor belongs to a module of the model that has a weight."""
+        path, layer = name.removesuffix(".weight"), _first_expert(_layer_of(name))
+        joined = _JOINED.match(name)
+        path = path if joined is None else f"{joined[1]}.{joined[2]}"
+        return path in self.dims or layer in self.dims or path in self.joined
+
+    def other_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the shape that a tensor of numbers should have, if it has another one."""
+        path = name.removesuffix(".weight")
+        if path in self.joined:
+            first, *others = wanted = self.joined[path]
+            return None if shape in (wanted, (first, *reversed(others))) else wanted
+        wanted_here = self.dims.get(_first_expert(path))
+        return None if shape == wanted_here else wanted_here
+
+
+def _as_in_files(tensors: Tensors, use: Use) -> Use:
+    """Returns the use with weights under the names that the files have for them.
+
+    Files of multimodal models have the decoder and the towers at other places than the class that loads
+    them: the decoder at the place with the most layers' weights of its names.
+    """
+
+    def suffix(name: str, place: str) -> str:
+        return _INDEX.sub(".N", name.removeprefix(place).removesuffix(".weight"))
+
+    names = [*(one.name for one in use.weights or ()), *use.parameters]
+    own = {suffix(name, use.layers) for name in names if name.startswith(f"{use.layers}.")}
+    counted: dict[str, set[str]] = {}
+    for name in tensors:
+        if (found := _NUMBERED.match(name)) is not None:
+            counted.setdefault(found[1], set()).add(suffix(name, found[1]))
+    shares = {place: len(names & own) for place, names in counted.items()}
+    best = max(shares, key=lambda place: (shares[place], place == use.layers), default=use.layers)
+    if 2 * shares.get(best, 0) <= len(own):
+        return use
+    before, after = use.layers.removesuffix("layers"), best.removesuffix("layers")
+    heads = (name.removesuffix(".weight") for name in tensors if name.endswith("lm_head.weight"))
+    head = next(heads, "lm_head")
+    roots = {".".join(name.split(".")[:2]) for name in tensors} | {
+        name.partition(".")[0] for name in tensors
+    }
+
+    def renamed(name: str) -> str:
+        if name.removesuffix(".weight") == "lm_head":
+            return name.replace("lm_head", head)
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+        root, short = ".".join(name.split(".")[:2]), name.removeprefix("model.")
+        return short if root not in roots and short.partition(".")[0] in roots else name
+
+    weights = use.weights
+    if weights is not None:
+        weights = tuple(replace(weight, name=renamed(weight.name)) for weight in weights)
+    parameters = {renamed(name): shape for name, shape in use.parameters.items()}
+    return replace(use, weights=weights, parameters=parameters, layers=best)
 
 
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _JOINED_EXPERTS = re.compile(r"\.experts\.[a-z]")
 """Matrices of all experts in one tensor, which some files have transposed."""
+
+_JOINED_PRODUCT = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?![_.]?bias)(?:[._]|$)")
+_JOINED_AS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+"""Names of the tensors that hold a product of all experts, by the name of one expert's."""
+
+_EXPERT_0 = re.compile(r"(.*\.experts)\.0\.([^.]+)$")
+_OF_MODULE = re.compile(r"norm|conv|_ln|patch_embedding")
+"""In the last part of a path: the tensor is a module's weight, though no matrix that Kvant multiplies by."""
 
 _INDEX = re.compile(r"\.\d+(?=\.)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
@@ -229,20 +333,16 @@ def _first_expert(layer: str) -> str:
 
 
 def _layer(
-    layer: str,
-    names: list[str],
-    weight: Weight | None,
-    tensors: Tensors,
-    use: Use,
-    listed: Mapping[str, Weight] | None,
+    layer: str, names: list[str], tensors: Tensors, use: Use, model: _Model
 ) -> Iterator[TensorUse]:
     """Yields the tensors of one module, missing ones included."""
+    weight = model.weight(layer)
     declared = use.declared if isinstance(use.declared, Stored) else None
     read = use.stored or declared
     scheme = None if read is None else read.scheme(layer)
     wanted: dict[str, Part] = {}
     if scheme is not None and scheme.dialect is Dialect.MXFP4_EXPERTS:
-        wanted = _of_experts(layer, scheme, listed)
+        wanted = _of_experts(layer, scheme, model.listed)
     elif scheme is not None and _is_narrow(layer, names, weight, scheme, tensors):
         shape = _shape(layer, weight, scheme, tensors)
         if shape is not None:
@@ -252,52 +352,67 @@ def _layer(
         yield from _wanted(layer, scheme, wanted, tensors, use)
     for name in names:
         if name not in wanted:
-            own = (listed or {}).get(name, weight)  # biases are listed apart
-            yield _other(name, layer, scheme if wanted else None, own, tensors, use)
+            yield _other(name, layer, scheme if wanted else None, tensors, use, model)
 
 
-def _lacking(tensors: Tensors, modules: Mapping[str, list[str]], use: Use) -> Iterator[TensorUse]:
-    """Yields weights that no file has, though the files name the model's weights as Kvant does.
+def _find_lacking(
+    tensors: Tensors, modules: Mapping[str, list[str]], use: Use, model: _Model
+) -> tuple[list[TensorUse], _Model]:
+    """Returns weights that no file has, and the model with the knowledge whether there are none.
 
-    Files may join weights or name them in another way. So a weight is reported if only some layers lack it,
-    and not if all layers do. `kvant.models.geometry.mixtures` refuses missing experts.
+    Files may join weights, or name them in another way, and transformers converts them. So weights that all
+    layers lack are reported only if the files have no other tensors that may hold them.
     """
-    alike: dict[str, list[str]] = {}
-    for weight in use.weights or ():
-        if _is_of_decoder(weight.name, use) and weight.kind is not WeightKind.EXPERT:
-            alike.setdefault(_INDEX.sub(".N", weight.name), []).append(weight.name)
-    for name in use.parameters:
-        if not _JOINED_EXPERTS.search(name):
-            path = name.removesuffix(".weight")
-            alike.setdefault(_INDEX.sub(".N", path), []).append(path)
+    stored = {f"{one[1]}.{one[2]}" for name in tensors if (one := _JOINED_PRODUCT.match(name))}
+    experts = {_layer_of(name) for name in stored}
 
-    def is_there(name: str) -> bool:
+    def is_there(path: str) -> bool:
+        if (expert := _EXPERT_0.match(path)) is not None:
+            if f"{expert[1]}.{_JOINED_AS.get(expert[2], expert[2])}" in stored:
+                return True
+        elif path in model.joined and _layer_of(path) in experts:
+            return path in stored
         # A narrow weight's own format says which of its tensors are missing.
-        shorts = {one.rpartition(".")[2] for one in modules.get(name, ())}
-        return name in tensors or "weight" in shorts or not shorts.isdisjoint(_ROLES)
+        shorts = {one.rpartition(".")[2] for one in modules.get(path, ())}
+        return path in tensors or "weight" in shorts or not shorts.isdisjoint(_ROLES)
 
+    head = next((path for path in model.dims if path.endswith("lm_head")), "")
+    alike: dict[str, list[str]] = {}
+    for path in model.dims:
+        alike.setdefault(_INDEX.sub(".N", path), []).append(path)
     absent: list[str] = []
+    unsure: list[str] = []
+    for paths in alike.values():
+        lacking = [path for path in paths if not is_there(path)]
+        (absent if len(lacking) < len(paths) else unsure).extend(lacking)
+    at = f"{use.layers}."
     above = use.layers.removesuffix(".layers")
-    alone = {f"{above}.embed_tokens", f"{above}.norm", "lm_head"} & alike.keys()
-    for names in alike.values():
-        lacking = [name for name in names if not is_there(name)]
-        if len(lacking) < len(names):
-            absent += lacking
-    if use.layers and any(name.startswith(f"{use.layers}.") for name in modules):
-        absent += [name for name in alone if not is_there(name)]
-    because = "the files are incomplete or of another model"
-    for layer in absent:
-        is_whole = layer.endswith((".bias", ".sinks")) or layer in use.parameters
-        name = layer if is_whole else f"{layer}.weight"
-        fault = BadCheckpoint(f"{name} is missing", why=because, ways_out=(COPY_AGAIN,))
-        yield TensorUse(
-            name, layer, "absent", NUMBERS, TensorState.MISSING, because, None, None, fault
+    alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
+    others = [name for names in modules.values() for name in names if not _is_known(name, model)]
+    has_others = {name.startswith(at) for name in others}
+    has_decoder = bool(use.layers) and any(name.startswith(at) for name in modules)
+    for path in unsure:
+        if has_decoder and (path.startswith(at) not in has_others or path in alone):
+            absent.append(path)
+    found = []
+    for path in absent:
+        weight, last = model.weight(path), path.rpartition(".")[2]
+        is_module = weight is not None and (
+            weight.kind is not WeightKind.OTHER or _OF_MODULE.search(last) is not None
         )
+        name = f"{path}.weight" if is_module or f"{path}.weight" in use.parameters else path
+        fault = BadCheckpoint(f"{name} is missing", why=INCOMPLETE, ways_out=(COPY_AGAIN,))
+        found.append(
+            TensorUse(
+                name, path, "absent", NUMBERS, TensorState.MISSING, INCOMPLETE, None, None, fault
+            )
+        )
+    return found, replace(model, is_whole=model.listed is not None and not absent and not unsure)
 
 
-def _is_of_decoder(name: str, use: Use) -> bool:
-    """Whether Kvant lists a weight with the name and the shape that files have; of towers it lists sums."""
-    return name == "lm_head" or name.startswith(f"{use.layers.removesuffix('.layers')}.")
+def _is_known(name: str, model: _Model) -> bool:
+    """Returns whether a tensor is a weight of the model under its own name, or holds no weight."""
+    return model.has(name) or read_scale_name(name) is not None or "rotary_emb." in name
 
 
 def _is_narrow(
@@ -394,9 +509,9 @@ def _other(
     name: str,
     layer: str,
     scheme: Scheme | None,
-    weight: Weight | None,
     tensors: Tensors,
     use: Use,
+    model: _Model,
 ) -> TensorUse:
     """Returns a tensor that the layer's format does not need. scheme: of its layer, None for a wide one."""
     dtype, shape = tensors[name]
@@ -411,7 +526,7 @@ def _other(
         state, because = _of_kv(name, use.kv)
         return TensorUse(name, layer, dtype, OF_KV, state, because, dtype, shape)
     if role is None or (role is not Role.CODES and _has_no_weight(layer, tensors)):
-        return _numbers(name, layer, weight, dtype, shape, use)
+        return _numbers(name, layer, dtype, shape, use, model)
     state, because = (
         TensorState.UNUSED,
         f"{scheme.dialect.value} has no such tensor" if scheme else "",
@@ -427,11 +542,13 @@ def _other(
 
 
 def _numbers(
-    name: str, layer: str, weight: Weight | None, dtype: str, shape: tuple[int, ...], use: Use
+    name: str, layer: str, dtype: str, shape: tuple[int, ...], use: Use, model: _Model
 ) -> TensorUse:
     """Returns a tensor of numbers that need no scale."""
     because, state, fault = "loaded as the compute dtype", TensorState.USED, None
-    if isinstance(use.declared, NotStored) and dtype not in _WIDE:
+    if model.is_whole and not model.has(name):
+        because, state = "the model has no such weight", TensorState.UNUSED
+    elif isinstance(use.declared, NotStored) and dtype not in _WIDE:
         because = f"left to transformers: {use.declared.reason}"
     elif name.endswith(".weight") and dtype not in _WIDE:
         because, state = (
@@ -439,7 +556,7 @@ def _numbers(
             TensorState.WRONG,
         )
         fault = BadCheckpoint(f"{name} has the dtype {dtype}", why=because)
-    elif (wanted := _other_shape(name, weight, shape, use)) is not None:
+    elif (wanted := model.other_shape(name, shape)) is not None:
         because, state = f"config.json makes it {_shown(wanted)}", TensorState.WRONG
         fault = BadCheckpoint(
             f"{name} has the shape {_shown(shape)}",
@@ -447,25 +564,8 @@ def _numbers(
             ways_out=(COMPARE_CONFIG,),
         )
     elif use.rounded is not None:
-        because = _rounded(layer, weight, shape, use, use.rounded)
+        because = _rounded(layer, model.weight(layer), shape, use, use.rounded)
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)
-
-
-def _other_shape(
-    name: str, weight: Weight | None, shape: tuple[int, ...], use: Use
-) -> tuple[int, ...] | None:
-    """Returns the shape that a tensor should have, if it has another one."""
-    if name in use.parameters and not _JOINED_EXPERTS.search(name):
-        own = use.parameters[name]
-        return None if shape == own else own
-    if weight is None or not (name == weight.name or name.endswith(".weight")):
-        return None
-    wanted: tuple[int, ...] = (weight.rows, weight.columns)
-    if weight.kind is WeightKind.OTHER:
-        if weight.rows > 1 or not _is_of_decoder(name, use):
-            return None  # of convolutions, files have more dimensions
-        wanted = (weight.columns,)
-    return None if shape == wanted else wanted
 
 
 def _shown(shape: tuple[int, ...]) -> str:

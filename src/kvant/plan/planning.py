@@ -10,13 +10,12 @@ from typing import Any
 from kvant.attention.need import LONG_STRIDE
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import ModelGeometry
+from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
 from kvant.models.activations import with_activations
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
-from kvant.models.geometry.families import find_family
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
@@ -275,10 +274,16 @@ def _audit(
             None if isinstance(listed, str) else listed,
             target.kv,
             rounds_head=ranks == 1,
-            layers="" if isinstance(listed, str) else find_family(target.config).prefix,
+            layers=_place_of(target.geometry),
             parameters=dict(target.parameters),
         ),
     )
+
+
+def _place_of(geometry: ModelGeometry) -> str:
+    """Returns the path of the decoder's layers in transformers' class."""
+    name = next((one.name for one in geometry.layers if one.attention is not Attention.NONE), "")
+    return name.rpartition(".layers.")[0] + ".layers" if ".layers." in name else ""
 
 
 def _stored(

@@ -15,6 +15,9 @@ MAX_JSON_BYTES = 256 * 2**20
 COPY_AGAIN = WayOut("fetch the model's files again and compare their sizes with the source's")
 """The way out of a damaged or incomplete file."""
 
+INCOMPLETE = "the files are incomplete or of another model"
+"""The reason for weights that no file has."""
+
 COMPARE_CONFIG = WayOut("compare config.json with the one the model was published with")
 """The way out of a config.json that is wrong, or that the weights do not fit."""
 

@@ -16,6 +16,7 @@ Layers = tuple[LayerGeometry, ...]
 Weights = Callable[[Fields, Layers], Iterable[Weight]]
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
+FOUR_NORMS = (*NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,13 @@ number) and caps nothing: its class reads `attn_logit_softcapping` and does not 
 
 from __future__ import annotations
 
-from kvant.models.geometry.family import Family, Layers, attention_layers, dense_weights
+from kvant.models.geometry.family import (
+    FOUR_NORMS,
+    Family,
+    Layers,
+    attention_layers,
+    dense_weights,
+)
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import QKNorm
@@ -17,13 +23,6 @@ from kvant.models.geometry.windows import full_every, read_window, windows_of
 _HEAD_DIM = 256  # the classes' default
 _SOFTCAP = 50.0  # Gemma2Config's default; null switches it off
 _PATTERN = 6
-
-FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
 
 
 def refuse_encoder(fields: Fields) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvant.models.geometry.family import Family, Layers, attention_layer
+from kvant.models.geometry.family import FOUR_NORMS, Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
-from kvant.models.geometry.gemma2 import FOUR_NORMS, refuse_encoder
+from kvant.models.geometry.gemma2 import refuse_encoder
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import (
     QKNorm,

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvant.models.geometry.family import Family, Layers, attention_layer
+from kvant.models.geometry.family import FOUR_NORMS, Family, Layers, attention_layer
 from kvant.models.geometry.fields import Fields
-from kvant.models.geometry.gemma2 import FOUR_NORMS, refuse_encoder
+from kvant.models.geometry.gemma2 import refuse_encoder
 from kvant.models.geometry.gemma3n import per_layer_embedding
 from kvant.models.geometry.heads import Heads, read_heads, refuse_uneven
 from kvant.models.geometry.parameters import (

@@ -9,10 +9,10 @@ from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import (
     Weight,
-    WeightKind,
     attention,
     experts,
     norms,
+    other,
     router,
     vector,
 )
@@ -37,7 +37,8 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         yield router(f"{at}.mlp.router", count, hidden)
         yield vector(f"{at}.mlp.router.bias", count)
         yield from experts(f"{at}.mlp", count, hidden, size)
-        yield Weight(f"{at}.mlp.experts.bias", WeightKind.OTHER, count, 2 * size + hidden)
+        yield other(f"{at}.mlp.experts.gate_up_proj_bias", count, 2 * size)
+        yield other(f"{at}.mlp.experts.down_proj_bias", count, hidden)
         yield from norms(at, hidden, *NORMS)
 
 

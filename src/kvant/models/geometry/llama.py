@@ -14,7 +14,15 @@ from collections.abc import Iterator
 from kvant.models.geometry.family import NORMS, Family, Layers, attention_layers, dense_weights
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.heads import read_heads
-from kvant.models.geometry.parameters import QKNorm, Weight, attention, experts, norms, router
+from kvant.models.geometry.parameters import (
+    QKNorm,
+    Weight,
+    attention,
+    experts,
+    linear,
+    norms,
+    router,
+)
 from kvant.models.geometry.windows import (
     LayerType,
     every_layer,
@@ -49,7 +57,22 @@ def _mixtral_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         at = layer.name.removesuffix(".self_attn")
         yield from attention(layer, hidden)
         yield router(f"{at}.block_sparse_moe.gate", count, hidden)
-        yield from experts(f"{at}.block_sparse_moe", count, hidden, intermediate)
+        yield from experts(
+            f"{at}.block_sparse_moe", count, hidden, intermediate, ("w1", "w3", "w2")
+        )
+        yield from norms(at, hidden, *NORMS)
+
+
+def _phi3_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
+    """Queries, keys and values are one projection, and so are gate and up."""
+    hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
+    for layer in layers:
+        at, size = layer.name.removesuffix(".self_attn"), layer.head_dim_k
+        heads = layer.num_q_heads + 2 * layer.num_kv_heads
+        yield from linear(f"{layer.name}.qkv_proj", heads * size, hidden)
+        yield from linear(f"{layer.name}.o_proj", hidden, layer.num_q_heads * size)
+        yield from linear(f"{at}.mlp.gate_up_proj", 2 * intermediate, hidden)
+        yield from linear(f"{at}.mlp.down_proj", hidden, intermediate)
         yield from norms(at, hidden, *NORMS)
 
 
@@ -62,7 +85,7 @@ MISTRAL = Family(
     _mistral, dense_weights(),
 )  # fmt: skip
 MIXTRAL = Family("Mixtral", ("mixtral",), ("MixtralForCausalLM",), _one_window, _mixtral_weights)
-PHI3 = Family("Phi-3", ("phi3",), ("Phi3ForCausalLM",), _one_window, dense_weights())
+PHI3 = Family("Phi-3", ("phi3",), ("Phi3ForCausalLM",), _one_window, _phi3_weights)
 OLMO2 = Family(
     "OLMo 2", ("olmo2",), ("Olmo2ForCausalLM",), _full,
     dense_weights(

@@ -7,6 +7,7 @@ elements.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +29,8 @@ class WeightKind(Enum):
 class Weight:
     """`copies` matrices of rows x columns (out x in features); a vector has one row.
 
-    name: the module's path; of experts, the path of expert 0.
+    name: the module's path; of experts, the path of expert 0. shape: as files have it, if it is neither
+    a matrix nor a vector.
     """
 
     name: str
@@ -36,6 +38,15 @@ class Weight:
     rows: int
     columns: int
     copies: int = 1
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The shape of the tensor in files, of one expert."""
+        if self.shape is not None:
+            return self.shape
+        is_vector = self.kind is WeightKind.OTHER and self.rows == 1
+        return (self.columns,) if is_vector else (self.rows, self.columns)
 
     @property
     def numel(self) -> int:
@@ -65,10 +76,17 @@ def vector(name: str, width: int) -> Weight:
     return Weight(name, WeightKind.OTHER, 1, width)
 
 
-def norms(layer: str, width: int, *names: str) -> Iterator[Weight]:
+def norms(layer: str, width: int, *names: str, bias: bool = False) -> Iterator[Weight]:
     """Normalisations over the hidden size."""
     for name in names:
         yield vector(f"{layer}.{name}", width)
+        if bias:
+            yield vector(f"{layer}.{name}.bias", width)
+
+
+def other(name: str, *shape: int) -> Weight:
+    """A convolution's kernel, or another tensor of a shape of its own."""
+    return Weight(name, WeightKind.OTHER, math.prod(shape[:1]), math.prod(shape[1:]), shape=shape)
 
 
 def attention(
@@ -110,12 +128,19 @@ def mlp(name: str, hidden: int, intermediate: int, *, bias: bool = False) -> Ite
     yield from linear(f"{name}.down_proj", hidden, intermediate, bias=bias)
 
 
-def experts(name: str, count: int, hidden: int, intermediate: int) -> Iterator[Weight]:
-    """`count` gated feed-forward networks."""
+def experts(
+    name: str,
+    count: int,
+    hidden: int,
+    intermediate: int,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Weight]:
+    """`count` gated feed-forward networks. names: of gate, up and down."""
+    gate, up, down = names
     for part, rows, columns in (
-        ("gate_proj", intermediate, hidden),
-        ("up_proj", intermediate, hidden),
-        ("down_proj", hidden, intermediate),
+        (gate, intermediate, hidden),
+        (up, intermediate, hidden),
+        (down, hidden, intermediate),
     ):
         yield Weight(f"{name}.experts.0.{part}", WeightKind.EXPERT, rows, columns, count)
 

@@ -7,6 +7,7 @@ transformers' AutoModelForCausalLM makes the text model of a Qwen3.5 checkpoint,
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvant.kv.geometry import Attention, LayerGeometry, StateGeometry, StateKind
 from kvant.models.geometry.family import NORMS, Family, Layers, attention_layer
@@ -15,12 +16,12 @@ from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import (
     QKNorm,
     Weight,
-    WeightKind,
     attention,
     experts,
     linear,
     mlp,
     norms,
+    other,
     router,
     vector,
 )
@@ -63,8 +64,13 @@ def _states(fields: Fields) -> tuple[StateGeometry, ...]:
     )
 
 
-def _mixers(fields: Fields, layer: LayerGeometry, hidden: int, at: str) -> Iterator[Weight]:
-    """Attention (its q_proj makes an output gate too) or the gated delta net of one layer."""
+def _mixers(
+    fields: Fields, layer: LayerGeometry, hidden: int, at: str, *, joined: bool = False
+) -> Iterator[Weight]:
+    """Attention (its q_proj makes an output gate too) or the gated delta net of one layer.
+
+    joined: the net's four projections are two matrices.
+    """
     yield from norms(at, hidden, *NORMS)
     if layer.attention is not Attention.NONE:
         bias = fields.flag("attention_bias")
@@ -79,13 +85,17 @@ def _mixers(fields: Fields, layer: LayerGeometry, hidden: int, at: str) -> Itera
     keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
     values = num_v * head_v
     name = layer.name
-    yield from linear(f"{name}.in_proj_qkv", 2 * keys + values, hidden)
-    yield from linear(f"{name}.in_proj_z", values, hidden)
-    yield from linear(f"{name}.in_proj_b", num_v, hidden)
-    yield from linear(f"{name}.in_proj_a", num_v, hidden)
+    if joined:
+        yield from linear(f"{name}.in_proj_qkvz", 2 * keys + 2 * values, hidden)
+        yield from linear(f"{name}.in_proj_ba", 2 * num_v, hidden)
+    else:
+        yield from linear(f"{name}.in_proj_qkv", 2 * keys + values, hidden)
+        yield from linear(f"{name}.in_proj_z", values, hidden)
+        yield from linear(f"{name}.in_proj_b", num_v, hidden)
+        yield from linear(f"{name}.in_proj_a", num_v, hidden)
     yield from linear(f"{name}.out_proj", hidden, values)
     kernel = fields.integer("linear_conv_kernel_dim")
-    yield Weight(f"{name}.conv1d", WeightKind.OTHER, 2 * keys + values, kernel)
+    yield other(f"{name}.conv1d", 2 * keys + values, 1, kernel)
     yield vector(f"{name}.dt_bias", num_v)
     yield vector(f"{name}.A_log", num_v)
     yield vector(f"{name}.norm", head_v)
@@ -99,14 +109,14 @@ def _dense_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         yield from mlp(f"{at}.mlp", hidden, intermediate)
 
 
-def _moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
+def _moe_weights(fields: Fields, layers: Layers, *, joined: bool = False) -> Iterator[Weight]:
     """Routed experts, and one expert for every token behind a gate of its own."""
     hidden = fields.integer("hidden_size")
     count, size = fields.integer("num_experts"), fields.integer("moe_intermediate_size")
     shared = fields.integer("shared_expert_intermediate_size")
     for layer in layers:
         at = layer.name.rpartition(".")[0]
-        yield from _mixers(fields, layer, hidden, at)
+        yield from _mixers(fields, layer, hidden, at, joined=joined)
         if is_sparse(fields, layer.index):
             yield router(f"{at}.mlp.gate", count, hidden)
             yield from experts(f"{at}.mlp", count, hidden, size)
@@ -119,8 +129,8 @@ def _moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 _CONV = {"linear_conv_kernel_dim": 4}
 
 QWEN3_NEXT = Family(
-    "Qwen3-Next", ("qwen3_next",), ("Qwen3NextForCausalLM",), _layers, _moe_weights,
-    defaults=_CONV,
+    "Qwen3-Next", ("qwen3_next",), ("Qwen3NextForCausalLM",), _layers,
+    partial(_moe_weights, joined=True), defaults=_CONV,
 )  # fmt: skip
 QWEN3_5_TEXT = Family(
     "Qwen3.5 text", ("qwen3_5_text",), ("Qwen3_5ForCausalLM",), _layers, _dense_weights,

@@ -5,16 +5,17 @@ Given the top of a config. What a config leaves out is as transformers' config c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
+from kvant.models.geometry.family import FOUR_NORMS
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.parameters import (
     Weight,
-    WeightKind,
     embedding,
     linear,
-    mlp,
     norms,
+    other,
     vector,
 )
 
@@ -29,28 +30,30 @@ def siglip_tower(top: Fields) -> Iterator[Weight]:
     vision = top.inside("vision_config", _SIGLIP) or Fields({}, defaults=_SIGLIP)
     hidden, size = vision.integer("hidden_size"), vision.integer("intermediate_size")
     at, patch = "model.vision_tower", vision.integer("patch_size")
-    pixels = vision.integer("num_channels", most=1024) * patch * patch
-    yield Weight(f"{at}.embeddings.patch_embedding", WeightKind.OTHER, hidden, pixels)
+    channels = vision.integer("num_channels", most=1024)
+    yield other(f"{at}.embeddings.patch_embedding", hidden, channels, patch, patch)
     yield vector(f"{at}.embeddings.patch_embedding.bias", hidden)
     patches = (vision.integer("image_size") // patch) ** 2
-    yield Weight(f"{at}.embeddings.position_embedding", WeightKind.OTHER, patches, hidden)
+    yield embedding(f"{at}.embeddings.position_embedding", patches, hidden)
     for index in range(vision.integer("num_hidden_layers", most=MAX_LAYERS)):
         layer = f"{at}.encoder.layers.{index}"
         for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
             yield from linear(f"{layer}.self_attn.{part}", hidden, hidden, bias=True)
         yield from linear(f"{layer}.mlp.fc1", size, hidden, bias=True)
         yield from linear(f"{layer}.mlp.fc2", hidden, size, bias=True)
-        yield from norms(layer, 2 * hidden, "layer_norm1", "layer_norm2")  # weight and bias
-    yield vector(f"{at}.post_layernorm", 2 * hidden)
+        yield from norms(layer, hidden, "layer_norm1", "layer_norm2", bias=True)
+    yield from norms(at, hidden, "post_layernorm", bias=True)
     if vision.flag("vision_use_head", True):
-        yield vector(f"{at}.head.probe", hidden)
-        yield from linear(f"{at}.head.attention.in_proj", 3 * hidden, hidden, bias=True)
+        yield other(f"{at}.head.probe", 1, 1, hidden)
+        yield other(f"{at}.head.attention.in_proj_weight", 3 * hidden, hidden)
+        yield vector(f"{at}.head.attention.in_proj_bias", 3 * hidden)
         yield from linear(f"{at}.head.attention.out_proj", hidden, hidden, bias=True)
         yield from linear(f"{at}.head.mlp.fc1", size, hidden, bias=True)
         yield from linear(f"{at}.head.mlp.fc2", hidden, size, bias=True)
-        yield vector(f"{at}.head.layernorm", 2 * hidden)
-    yield Weight("model.multi_modal_projector", WeightKind.OTHER, hidden, _decoder_hidden(top))
-    yield vector("model.multi_modal_projector.mm_soft_emb_norm", hidden)
+        yield from norms(at, hidden, "head.layernorm", bias=True)
+    at, width = "model.multi_modal_projector", _decoder_hidden(top)
+    yield other(f"{at}.mm_input_projection_weight", hidden, width)
+    yield vector(f"{at}.mm_soft_emb_norm", hidden)
 
 
 def _decoder_hidden(top: Fields) -> int:
@@ -119,16 +122,18 @@ _GEMMA4_AUDIO = {
 
 
 def gemma4_towers(top: Fields) -> Iterator[Weight]:
-    """Gemma 4's vision and audio towers; the four clipping bounds of each projection left out."""
+    """Gemma 4's vision and audio towers."""
     hidden = _decoder_hidden(top)
     vision = top.inside("vision_config", _GEMMA4_VISION)
     if vision is not None:
         yield from _gemma4_vision(vision)
-        yield from linear("model.embed_vision", hidden, vision.integer("hidden_size"))
+        width = vision.integer("hidden_size")
+        yield from linear("model.embed_vision.embedding_projection", hidden, width)
     audio = top.inside("audio_config", _GEMMA4_AUDIO)
     if audio is not None:
         yield from _gemma4_audio(audio)
-        yield from linear("model.embed_audio", hidden, audio.integer("output_proj_dims"))
+        width = audio.integer("output_proj_dims")
+        yield from linear("model.embed_audio.embedding_projection", hidden, width)
 
 
 def _gemma4_vision(vision: Fields) -> Iterator[Weight]:
@@ -137,20 +142,30 @@ def _gemma4_vision(vision: Fields) -> Iterator[Weight]:
     q_width = vision.integer("num_attention_heads") * head_dim
     kv_width = vision.integer("num_key_value_heads") * head_dim
     at, patch = "model.vision_tower", vision.integer("patch_size")
-    rows = 2 * vision.integer("position_embedding_size")
-    yield Weight(f"{at}.patch_embedder.position_embedding", WeightKind.OTHER, rows, hidden)
+    project = partial(_clippable, clips=vision.flag("use_clipped_linears"))
+    rows = vision.integer("position_embedding_size")
+    yield other(f"{at}.patch_embedder.position_embedding_table", 2, rows, hidden)
     yield from linear(f"{at}.patch_embedder.input_proj", hidden, 3 * patch * patch)
     for index in range(vision.integer("num_hidden_layers", most=MAX_LAYERS)):
         layer = f"{at}.encoder.layers.{index}"
-        yield from linear(f"{layer}.self_attn.q_proj", q_width, hidden)
-        yield from linear(f"{layer}.self_attn.k_proj", kv_width, hidden)
-        yield from linear(f"{layer}.self_attn.v_proj", kv_width, hidden)
-        yield from linear(f"{layer}.self_attn.o_proj", hidden, q_width)
+        yield from project(f"{layer}.self_attn.q_proj", q_width, hidden)
+        yield from project(f"{layer}.self_attn.k_proj", kv_width, hidden)
+        yield from project(f"{layer}.self_attn.v_proj", kv_width, hidden)
+        yield from project(f"{layer}.self_attn.o_proj", hidden, q_width)
         yield from norms(layer, head_dim, "self_attn.q_norm", "self_attn.k_norm")
-        yield from mlp(f"{layer}.mlp", hidden, size)
-        yield vector(f"{layer}.norms", 4 * hidden)
+        yield from project(f"{layer}.mlp.gate_proj", size, hidden)
+        yield from project(f"{layer}.mlp.up_proj", size, hidden)
+        yield from project(f"{layer}.mlp.down_proj", hidden, size)
+        yield from norms(layer, hidden, *FOUR_NORMS)
     if vision.flag("standardize"):
         yield from norms(at, hidden, "std_bias", "std_scale")
+
+
+def _clippable(name: str, rows: int, columns: int, *, clips: bool) -> Iterator[Weight]:
+    """A projection with bounds of its inputs and outputs, which it clips or only could clip."""
+    yield from linear(f"{name}.linear", rows, columns)
+    for bound in ("input_min", "input_max", "output_min", "output_max") if clips else ():
+        yield other(f"{name}.{bound}")
 
 
 def _gemma4_audio(audio: Fields) -> Iterator[Weight]:
@@ -163,6 +178,7 @@ def _gemma4_audio(audio: Fields) -> Iterator[Weight]:
         kernel=audio.integer("conv_kernel_size"),
         channels=channels,
         bins=channels[0] // 4,
+        project=partial(_clippable, clips=audio.flag("use_clipped_linears", True)),
     )
     out = audio.integer("output_proj_dims")
     yield from linear("model.audio_tower.output_proj", out, hidden, bias=True)
@@ -176,29 +192,37 @@ def _conformer(
     kernel: int,
     channels: tuple[int, int],
     bins: int,
+    project: Callable[[str, int, int], Iterator[Weight]] = linear,
 ) -> Iterator[Weight]:
-    """Two convolutions, then layers of attention, convolution and two feed-forward networks."""
+    """Two convolutions, then layers of attention, convolution and two feed-forward networks.
+
+    project: lists a projection, given its path, rows and columns.
+    """
     hidden, at = audio.integer("hidden_size"), "model.audio_tower"
     before = 1
     for index, width in enumerate(channels):
         conv = f"{at}.subsample_conv_projection.layer{index}"
-        yield Weight(f"{conv}.conv", WeightKind.OTHER, width, before * 9)
+        yield other(f"{conv}.conv", width, before, 3, 3)
         yield vector(f"{conv}.norm", width)
         before = width
-    yield from linear(f"{at}.subsample_conv_projection.input_proj", hidden, bins * channels[1])
+    yield from linear(
+        f"{at}.subsample_conv_projection.input_proj_linear", hidden, bins * channels[1]
+    )
     for index in range(num_layers):
         layer = f"{at}.layers.{index}"
         for part in ("feed_forward1", "feed_forward2"):
-            yield from linear(f"{layer}.{part}.ffw_layer_1", 4 * hidden, hidden)
-            yield from linear(f"{layer}.{part}.ffw_layer_2", hidden, 4 * hidden)
-            yield vector(f"{layer}.{part}.norms", 2 * hidden)
-        for part in ("q_proj", "k_proj", "v_proj", "post", "relative_k_proj"):
-            yield from linear(f"{layer}.self_attn.{part}", hidden, hidden)
+            yield from project(f"{layer}.{part}.ffw_layer_1", 4 * hidden, hidden)
+            yield from project(f"{layer}.{part}.ffw_layer_2", hidden, 4 * hidden)
+            yield from norms(f"{layer}.{part}", hidden, "pre_layer_norm", "post_layer_norm")
+        for part in ("q_proj", "k_proj", "v_proj", "post"):
+            yield from project(f"{layer}.self_attn.{part}", hidden, hidden)
+        yield from linear(f"{layer}.self_attn.relative_k_proj", hidden, hidden)
         yield vector(f"{layer}.self_attn.per_dim_scale", hidden // num_heads)
-        yield from linear(f"{layer}.lconv1d.linear_start", 2 * hidden, hidden)
-        yield from linear(f"{layer}.lconv1d.linear_end", hidden, hidden)
-        yield Weight(f"{layer}.lconv1d.depthwise_conv1d", WeightKind.OTHER, hidden, kernel)
-        yield vector(f"{layer}.norms", 5 * hidden)
+        yield from project(f"{layer}.lconv1d.linear_start", 2 * hidden, hidden)
+        yield from project(f"{layer}.lconv1d.linear_end", hidden, hidden)
+        yield other(f"{layer}.lconv1d.depthwise_conv1d", hidden, 1, kernel)
+        yield from norms(f"{layer}.lconv1d", hidden, "pre_layer_norm", "conv_norm")
+        yield from norms(layer, hidden, "norm_pre_attn", "norm_post_attn", "norm_out")
 
 
 def _two(fields: Fields, name: str) -> tuple[int, int]:
@@ -223,11 +247,13 @@ def unified_towers(top: Fields) -> Iterable[Weight]:
         width = vision.integer("mm_embed_dim")
         side = vision.integer("patch_size") * vision.integer("pooling_kernel_size")
         at, pixels = "model.embed_vision", 3 * side * side
-        rows = 2 * vision.integer("mm_posemb_size")
-        yield Weight(f"{at}.pos_embedding", WeightKind.OTHER, rows, width)
+        yield other(f"{at}.pos_embedding", vision.integer("mm_posemb_size"), 2, width)
         yield from linear(f"{at}.patch_dense", width, pixels, bias=True)
-        yield vector(f"{at}.norms", 2 * pixels + 4 * width)  # three norms, weight and bias
-        yield from linear(f"{at}.multimodal_embedder", hidden, vision.integer("output_proj_dims"))
+        yield from norms(at, pixels, "patch_ln1", bias=True)
+        yield from norms(at, width, "patch_ln2", "pos_norm", bias=True)
+        out = vision.integer("output_proj_dims")
+        yield from linear(f"{at}.multimodal_embedder.embedding_projection", hidden, out)
     audio = top.inside("audio_config", _UNIFIED_AUDIO)
     if audio is not None:
-        yield from linear("model.embed_audio", hidden, audio.integer("audio_embed_dim"))
+        width = audio.integer("audio_embed_dim")
+        yield from linear("model.embed_audio.embedding_projection", hidden, width)

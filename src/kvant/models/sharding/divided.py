@@ -41,10 +41,8 @@ Named = tuple[str, tuple[int, ...]]
 def named(weights: Iterable[Weight]) -> Iterator[Named]:
     """Converts listed weights to their names in modules, and their shapes."""
     for weight in weights:
-        is_matrix = weight.kind is not WeightKind.OTHER
-        shape = (weight.rows, weight.columns) if is_matrix or weight.rows > 1 else (weight.columns,)
-        is_whole = not is_matrix and weight.name.endswith(".bias")
-        yield weight.name if is_whole else f"{weight.name}.weight", shape
+        is_whole = weight.kind is WeightKind.OTHER and weight.name.endswith("bias")
+        yield weight.name if is_whole else f"{weight.name}.weight", weight.dims
 
 
 def check_division(

@@ -20,8 +20,11 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+KV_FORMAT = "--kv-cache-dtype"
+"""Option that names the KV format, for ways out. Commands that spell it otherwise reword their errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class WayOut:
 
     def __str__(self) -> str:
         return f"{self.text}: {shlex.join(self.arguments)}" if self.arguments else self.text
+
+
+def _is_option(arguments: Sequence[str]) -> bool:
+    return bool(arguments) and arguments[0].startswith("-")
 
 
 class KvantError(Exception):
@@ -59,6 +66,22 @@ class ConfigError(KvantError):
         self.tried = tuple(tried)
         self.ways_out = tuple(ways_out)
         super().__init__(self._message())
+
+    def reword(self, kv_format: str | None, options: Collection[str]) -> None:
+        """Keeps the ways out that a command with these `options` can take, in its own words.
+
+        kv_format: the command's option in the place of `KV_FORMAT`, None without one.
+        """
+        ways = [
+            replace(way, arguments=(kv_format, *way.arguments[1:]))
+            if kv_format is not None and way.arguments[:1] == (KV_FORMAT,)
+            else way
+            for way in self.ways_out
+        ]
+        self.ways_out = tuple(
+            way for way in ways if not _is_option(way.arguments) or way.arguments[0] in options
+        )
+        self.args = (self._message(),)
 
     def _message(self) -> str:
         lines = [self.what]

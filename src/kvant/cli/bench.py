@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from kvant.cli import bench_attention, bench_serve, bench_startup, bench_throughput
+from kvant.cli.measuring import MeasuringCommand
 
 
 def _today(name: str) -> str:
@@ -18,7 +19,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"token_normalize_func": _today},
 )
-app.command("attention")(bench_attention.attention)
+app.command("attention", cls=MeasuringCommand)(bench_attention.attention)
 app.command("serve")(bench_serve.serve)
 app.command("startup")(bench_startup.startup)
-app.command("throughput")(bench_throughput.throughput)
+app.command("throughput", cls=MeasuringCommand)(bench_throughput.throughput)

@@ -51,6 +51,7 @@ def _add_commands() -> None:
         verify,
     )
     from kvant.cli.configured_command import ConfiguredCommand, ServeCommand
+    from kvant.cli.measuring import MeasuringCommand
 
     app.command("chat", cls=ConfiguredCommand)(chat.chat)
     app.command("generate", cls=ConfiguredCommand)(generate.generate)
@@ -59,9 +60,9 @@ def _add_commands() -> None:
     app.command("verify", cls=ConfiguredCommand)(verify.verify)
     app.command("doctor")(doctor.doctor)
     app.command("demo")(demo.demo)
-    app.command("eval")(eval.evaluate)
-    app.command("calibrate")(calibrate.calibrate)
-    app.command("tune")(tune.tune)
+    app.command("eval", cls=MeasuringCommand)(eval.evaluate)
+    app.command("calibrate", cls=MeasuringCommand)(calibrate.calibrate)
+    app.command("tune", cls=MeasuringCommand)(tune.tune)
     app.add_typer(bench.app)
 
 

@@ -6,17 +6,32 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from kvant.cli.output import readable
 from kvant.cli.progress import Told, bars, work
+from kvant.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
     from kvant.kv.request import AskedWide
     from kvant.measure.quality.kept import Kept
+
+
+class MeasuringCommand(TyperCommand):
+    """A command that names KV formats with --kv-format, if at all. Its errors name its own options."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except ConfigError as fault:
+            options = {option for param in self.params for option in param.opts}
+            fault.reword("--kv-format" if "--kv-format" in options else None, options)
+            raise
+
 
 ModelArgument = Annotated[str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")]
 TextFile = Annotated[

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TypeVar
 
-from kvant.errors import BadValue, WayOut
+from kvant.errors import KV_FORMAT, BadValue, WayOut
 from kvant.kv.dtype import Follow
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateKind
 from kvant.kv.names import FormatRequest, Request, parse_format, parse_one
@@ -463,7 +463,5 @@ def _refuse_pairs_on_latents(request: KVRequest, geometry: ModelGeometry) -> Non
             raise BadValue(
                 f"{asked_by}: K and V cannot differ in {geometry.architecture}",
                 why="its attention keeps one latent instead of keys and values",
-                ways_out=(
-                    WayOut("name one format", ("--kv-cache-dtype", str(k or v or Follow.MODEL))),
-                ),
+                ways_out=(WayOut("name one format", (KV_FORMAT, str(k or v or Follow.MODEL))),),
             )

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.errors import KV_FORMAT, BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.audit import STORE_MODEL_DTYPE, audit
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, UnreadableWish
 from kvant.kv.checkpoint.lookup import wish_for
@@ -261,7 +261,7 @@ def _climb(
 def _nearest(wish: UnreadableWish) -> tuple[WayOut, ...]:
     if wish.nearest is None:
         return ()
-    arguments = ("--kv-cache-dtype", str(wish.nearest))
+    arguments = (KV_FORMAT, str(wish.nearest))
     return (WayOut("choose the nearest format there is", arguments),)
 
 
@@ -407,7 +407,7 @@ def _ways_out(
     """Return ways out that would not be refused too: a narrow format that every layer can store, the
     model dtype for some or all layers, or another option.
     """
-    flag = "--kv-cache-rule" if around.role is Role.DRAFT else "--kv-cache-dtype"
+    flag = "--kv-cache-rule" if around.role is Role.DRAFT else KV_FORMAT
     prefix = "draft:" if around.role is Role.DRAFT else ""
     everywhere = "draft:0-:" if around.role is Role.DRAFT else ""
     owners = [one for one in geometry.layers if one.has_kv]

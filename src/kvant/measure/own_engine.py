@@ -32,13 +32,13 @@ def plan_storing(
     backend: None for the plan's backends. wide: rows that are stored a second time in the model dtype.
     state: format of recurrent states, None for the one that they have without options.
     """
-    asked = Asked(stored, f"--kv-cache-dtype {stored}")
+    asked = Asked(stored, f"KV format {stored}")
     planned = llm.planned
     if backend is not None:
         planned = replace(planned, request=replace(planned.request, backend=backend))
     states: tuple[AskedState, ...] = ()
     if state is not None:
-        states = (AskedState(StateKind.RECURRENT, state, f"--state-dtype {state}"),)
+        states = (AskedState(StateKind.RECURRENT, state, f"state format {state}"),)
     return resolve_again(planned, KVRequest(explicit=(asked,), wide=wide, states=states))
 
 

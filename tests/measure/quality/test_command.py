@@ -109,6 +109,23 @@ def test_a_context_beyond_the_models_positions_has_a_way_out(
     assert "way out: give it more positions, such as with YaRN: --hf-overrides" in ran.err
 
 
+def test_a_refused_format_has_a_way_out_in_the_commands_own_words(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    given = (
+        "eval", model, "--dtype", "float32", "--device", "cpu", "--text", text, "--quick", "--context", "64",
+    )  # fmt: skip
+    env = {"KVANT_CACHE": str(tmp_path)}
+    refused = kvant(*given, "--kv-format", "int4_feedback", env=env)
+    assert refused.code == 2
+    assert "kvant calibrate MODEL --save DIR" in refused.err
+    assert "--kv-cache-dtype" not in refused.err, "another command's option"
+    (way,) = (line for line in refused.err.splitlines() if "round without them" in line)
+    option, name = way.split(": ")[-1].split()
+    done = kvant(*given, option, name, env=env)
+    assert done.code == 0, done.err
+
+
 def test_overrides_give_a_model_more_positions(model: Path, text: Path, tmp_path: Path) -> None:
     longer = {
         "max_position_embeddings": 1040,

@@ -20,7 +20,7 @@ the values need, 1.0 stays 1.0.
 
 from __future__ import annotations
 
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import KV_FORMAT, BadCheckpoint, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, UnreadableWish
 from kvant.kv.checkpoint.lookup import scale_for, wish_for
 from kvant.kv.checkpoint.rounding import audit_rounding
@@ -33,7 +33,7 @@ from kvant.kv.spec import Scale, ScaleState, ScaleTensor
 SCALE_DTYPES = ("F32", "F16", "BF16")
 """Dtypes of scales, as safetensors headers name them."""
 
-STORE_MODEL_DTYPE = WayOut("store the model dtype", ("--kv-cache-dtype", "model"))
+STORE_MODEL_DTYPE = WayOut("store the model dtype", (KV_FORMAT, "model"))
 GO_ON_WITH_ONE = WayOut("go on with scale 1.0", ("--kv-missing-scales", "one"))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import KV_FORMAT, BadCheckpoint, WayOut
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.lookup import same_layer
 from kvant.kv.checkpoint.safetensors_header import read_header
@@ -46,7 +46,7 @@ def audit_rounding(
         raise BadCheckpoint(
             f"{dtype} was asked for values of layer {layer.index}",
             why="it rounds keys by the queries that read them, and values have none",
-            ways_out=(WayOut("store values rotated", ("--kv-cache-dtype", f"{dtype}/{plain}")),),
+            ways_out=(WayOut("store values rotated", (KV_FORMAT, f"{dtype}/{plain}")),),
         )
     found = [t for name, t in checkpoint.rounding.items() if same_layer(name, layer.name)]
     if not found:
@@ -58,7 +58,7 @@ def audit_rounding(
                     "measure them, and use that checkpoint",
                     ("kvant", "calibrate", "MODEL", "--save", "DIR"),
                 ),
-                WayOut("round without them", ("--kv-cache-dtype", str(plain))),
+                WayOut("round without them", (KV_FORMAT, str(plain))),
             ),
         )
     (tensor, *rivals), size = found, layer.head_dim_k

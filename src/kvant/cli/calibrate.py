@@ -57,7 +57,7 @@ def calibrate(
     from kvant.measure.calibration.calibrate import Calibrator, divide_text, report
     from kvant.measure.calibration.write import CONFIG_NAME, check_writable, write_checkpoint
     from kvant.measure.facts import command_line, measurement_facts
-    from kvant.measure.quality.kept import model_files
+    from kvant.measure.quality.kept import measured_by
     from kvant.measure.quality.texts import read_text
     from kvant.models.locate import locate
     from kvant.models.stored import read_blocks
@@ -73,8 +73,7 @@ def calibrate(
     lesson = divide_text(read_text(text, llm), llm, context, tokens)
     inputs = {
         "calibrate": 2,
-        "files": model_files(llm.model_path),
-        "plan": llm.plan.fingerprint,
+        **measured_by(llm),
         "windows": [lesson.seen.tolist(), lesson.held_out.tolist()],
     }
     kept = kept_parts("calibrate", inputs, restart=restart)

@@ -117,7 +117,7 @@ def tune(
     wait_without_spinning()  # before torch is imported
     from kvant.kv.names import parse_format
     from kvant.measure.facts import command_line, measurement_facts
-    from kvant.measure.quality.kept import model_files
+    from kvant.measure.quality.kept import measured_by
     from kvant.measure.quality.texts import read_text
     from kvant.measure.tuning.policy_file import policy_text, report
     from kvant.measure.tuning.tune import Tuner, divide_text
@@ -130,8 +130,7 @@ def tune(
     lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)
     inputs = {
         "tune": 1,
-        "files": model_files(llm.model_path),
-        "plan": llm.plan.fingerprint,
+        **measured_by(llm),
         "formats": [str(dtype) for dtype in candidates],
         "windows": [lesson.measured.tolist(), lesson.held_out.tolist()],
         **({} if rows is None else {"rows": [rows.sink, rows.recent, str(rows.format)]}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from kvant.measure import own_engine
 from kvant.measure.fidelity import divergences
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality import compare, evaluate, generation
+from kvant.measure.quality import kept as on_disk
 from kvant.measure.quality.compare import compare_windows, mean_by_position
 from kvant.measure.quality.evaluate import Part, choose_contenders, pack, run_parts, unpack
-from kvant.measure.quality.kept import Kept
+from kvant.measure.quality.kept import Kept, measured_by
 from kvant.measure.quality.texts import LEAST_POSITIONS, check_length, read_text, windows
 from kvant.measure.teacher_forced import text_logits
 from kvant.models.loaded import LoadedModel
@@ -95,6 +97,48 @@ def test_formats_that_do_not_fit_side_by_side_give_the_same_figures(
     )
     for name in plans:
         assert apart[name].prefill.kl == pytest.approx(both[name].prefill.kl, abs=1e-6)
+
+
+def test_a_gpu_reads_as_many_windows_as_its_memory_has_room_for(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide, narrow = plan_storing(llm, WIDE), plan_storing(llm, NARROW)
+    each = (wide.bytes_per_token + narrow.bytes_per_token) * 256
+
+    def at_once(room: int, context: int = 256, device: str = "cuda") -> int:
+        monkeypatch.setattr(compare, "_free", lambda _: compare._GPU_BESIDE + room)
+        return compare.windows_at_once(wide, [narrow], context, torch.device(device))
+
+    assert at_once(100 * each) == 16
+    assert at_once(5 * each + 1) == 5
+    assert at_once(each) == 1
+    assert at_once(0, device="cpu") == compare.MOST_WINDOWS
+    with pytest.raises(DoesNotFit, match="256 tokens does not fit") as refused:
+        at_once(each - 1)
+    shorter, on_cpu = (way.arguments for way in refused.value.ways_out)
+    assert shorter[0] == "--context"
+    assert at_once(each - 1, int(shorter[1])) == 1
+    assert on_cpu == ("--device", "cpu")
+    with pytest.raises(DoesNotFit) as refused:
+        at_once(-1)
+    assert [way.arguments for way in refused.value.ways_out] == [on_cpu], "no window is that short"
+
+
+def test_parts_of_another_division_are_not_taken_for_these(llm: LLM, text: Path) -> None:
+    ids = windows(read_text(text, llm), llm, 48, 48 * 5)[:5]
+    names = [{name for name, _ in evaluate.batches("a-", ids, most)} for most in (2, 3)]
+    assert [len(some) for some in names] == [3, 2]
+    assert not names[0] & names[1]
+    assert torch.equal(torch.cat([batch for _, batch in evaluate.batches("a-", ids, 2)]), ids)
+
+
+def test_figures_of_another_device_are_not_taken_for_these(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kept(tmp_path, measured_by(llm)).write("a", {"x": np.arange(3)})
+    assert len(Kept(tmp_path, measured_by(llm))) == 1
+    monkeypatch.setattr(on_disk, "runner_of", lambda _: SimpleNamespace(device="cuda:0"))
+    assert len(Kept(tmp_path, measured_by(llm))) == 0
 
 
 def test_recorded_decode_steps_give_the_same_figures(llm: LLM, text: Path) -> None:

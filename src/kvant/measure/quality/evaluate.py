@@ -23,8 +23,15 @@ from kvant.kv.request import Asked, AskedWide, KVRequest, parse_rule
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing, recorder_like, runner_of
 from kvant.measure.quality import generation
-from kvant.measure.quality.compare import Compared, Outside, Told, compare_windows, contender_tokens
-from kvant.measure.quality.kept import Arrays, Kept, model_files
+from kvant.measure.quality.compare import (
+    Compared,
+    Outside,
+    Told,
+    compare_windows,
+    contender_tokens,
+    windows_at_once,
+)
+from kvant.measure.quality.kept import Arrays, Kept, measured_by
 from kvant.measure.quality.kl_statistics import Distances
 from kvant.measure.quality.texts import Text, windows
 from kvant.models.loaded import LoadedModel
@@ -171,14 +178,10 @@ class Evaluation:
         """Returns everything on which the figures depend, except the machine's speed."""
         from dataclasses import asdict
 
-        from kvant import __version__
-
         who = self.contenders
         plans = {name: plan.fingerprint for name, plan in who.formats.items()}
         return {
-            "kvant": __version__,
-            "files": model_files(self.llm.model_path),
-            "device": str(self.model.device),
+            **measured_by(self.llm),
             "baseline": who.baseline.fingerprint,
             "plans": plans,
             "backends": {n: [s.backend for s in p.layers] for n, p in who.formats.items()},

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvant import __version__
+from kvant.engine.llm import LLM
 from kvant.errors import BadValue
+from kvant.measure.own_engine import runner_of
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -23,6 +26,17 @@ def model_files(path: Path) -> list[tuple[str, int, int]]:
     """Returns names, sizes and times of a model's files, which change if the model does."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+
+
+def measured_by(llm: LLM) -> dict[str, object]:
+    """Returns what figures depend on beside text and formats: version, files of the model, device, plan."""
+    return {
+        "kvant": __version__,
+        "files": model_files(llm.model_path),
+        "device": str(runner_of(llm).device),
+        "plan": llm.plan.fingerprint,
+        "backends": [spec.backend for spec in llm.plan.layers],
+    }
 
 
 class Kept:

@@ -21,10 +21,10 @@ from kvant.errors import BadValue, WayOut
 from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.pages import SCRATCH
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import engine_over, runner_of, runner_storing
+from kvant.measure.own_engine import engine_over, runner_storing
 from kvant.measure.quality.compare import Told
 from kvant.measure.quality.evaluate import Part
-from kvant.measure.quality.kept import model_files
+from kvant.measure.quality.kept import measured_by
 from kvant.measure.quality.report import described_rows
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.scheduling.request import FinishReason
@@ -171,13 +171,9 @@ class Reasoning:
 
     def inputs(self) -> dict[str, object]:
         """Returns everything on which the answers depend."""
-        from kvant import __version__
-
         text = json.dumps([asdict(problem) for problem in self.problems])
         return {
-            "kvant": __version__,
-            "files": model_files(self.llm.model_path),
-            "device": str(runner_of(self.llm).device),
+            **measured_by(self.llm),
             "plans": {name: plan.fingerprint for name, plan in self.plans.items()},
             "backends": {n: [s.backend for s in p.layers] for n, p in self.plans.items()},
             "problems": hashlib.sha256(text.encode()).hexdigest(),

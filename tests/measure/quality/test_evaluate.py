@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvant.engine.llm import LLM
-from kvant.errors import BadValue, NotServable
+from kvant.errors import BadValue, DoesNotFit, NotServable
 from kvant.execution.runner import ModelRunner
 from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.spec import KVPlan

@@ -31,8 +31,8 @@ from kvant.measure.calibration.seen import (
     pack,
 )
 from kvant.measure.own_engine import plan_storing, runner_of
-from kvant.measure.quality.compare import Outside, Told
-from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, comparison, run_parts, unpack
+from kvant.measure.quality.compare import MOST_WINDOWS, Outside, Told
+from kvant.measure.quality.evaluate import Part, comparison, run_parts, unpack
 from kvant.measure.quality.kept import Arrays, Kept
 from kvant.measure.quality.kl_statistics import join, statistics_of
 from kvant.measure.quality.texts import Text, windows

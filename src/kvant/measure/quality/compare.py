@@ -8,7 +8,7 @@ baseline's decode path.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvant.errors import BadValue, WayOut
+from kvant.errors import BadValue, DoesNotFit, WayOut
 from kvant.execution.recorder import Recorder
 from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
@@ -29,6 +29,9 @@ POOL_BYTES = 1 << 30
 LOGITS_BYTES = 64 << 20
 MOST_CHUNK = 256
 _GPU_POOL_BYTES, _GPU_LOGITS_BYTES = 4 << 30, 256 << 20
+_GPU_BESIDE = 8 * _GPU_LOGITS_BYTES  # logits, copies of them in wider dtypes, and activations
+MOST_WINDOWS, _MOST_ON_GPU = 4, 16
+"""Maximum numbers of windows that are read side by side on a CPU and on a GPU."""
 _LEAST_RECORDED = 8  # decode steps, fewer than which take less time than recording one
 
 Outside = Mapping[tuple[int, Side], Tensor]
@@ -80,15 +83,48 @@ def compare_windows(
     return found
 
 
+def windows_at_once(
+    baseline: KVPlan, plans: Iterable[KVPlan], context: int, device: torch.device
+) -> int:
+    """Returns how many windows of `context` tokens are read side by side.
+
+    On a GPU, as many as its free memory has room for with the baseline and the largest of `plans`. Raises
+    DoesNotFit, with the longest context that fits, if that is none.
+    """
+    if device.type != "cuda":
+        return MOST_WINDOWS
+    room = _free(device) - _GPU_BESIDE
+
+    def taken(tokens: int) -> int:
+        """Returns bytes of one window: the pools of two plans read together."""
+        return _pool_bytes(baseline, 1, tokens) + max(_pool_bytes(p, 1, tokens) for p in plans)
+
+    plans = tuple(plans)
+    if taken(context) <= room:
+        return min(_MOST_ON_GPU, room // taken(context))
+    step = 64
+    each = max(1, taken(2 * step) - taken(step))
+    longest = step * ((room - taken(0)) // each)
+    raise DoesNotFit(
+        f"a window of {context:,} tokens does not fit into the memory of {device}",
+        why=f"it takes {taken(context) / 1e9:.1f} GB in two formats, and {max(0, room) / 1e9:.1f} GB are "
+        "free for it",
+        ways_out=(
+            *([WayOut("read shorter windows", ("--context", str(longest)))] if longest > 0 else ()),
+            WayOut("read it on the CPU", ("--device", "cpu")),
+        ),
+    )
+
+
 def _groups(
     baseline: KVPlan, plans: Mapping[str, KVPlan], windows: Tensor
 ) -> Iterator[dict[str, KVPlan]]:
     """Groups as many plans as the pools have room for, at least one."""
     group: dict[str, KVPlan] = {}
     room = _room(windows.device)
-    used = first = _pool_bytes(baseline, windows)
+    used = first = _pool_bytes(baseline, *windows.shape)
     for name, plan in plans.items():
-        size = _pool_bytes(plan, windows)
+        size = _pool_bytes(plan, *windows.shape)
         if group and used + size > room:
             yield group
             group, used = {}, first
@@ -101,13 +137,19 @@ def _room(device: torch.device) -> int:
     """Returns the bytes that all pools may take together."""
     if device.type != "cuda":
         return POOL_BYTES
+    return max(POOL_BYTES, min(_GPU_POOL_BYTES, _free(device) // 4))
+
+
+def _free(device: torch.device) -> int:
+    """Returns bytes that new tensors can take, those included that torch keeps for them."""
     free, _ = torch.cuda.mem_get_info(device)
-    return max(POOL_BYTES, min(_GPU_POOL_BYTES, free // 4))
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def _pool_bytes(plan: KVPlan, windows: Tensor) -> int:
-    """Returns the bytes that a reader of these windows takes, with its states and their copies."""
-    return plan.bytes_per_token * windows.numel() + 2 * plan.bytes_per_sequence * len(windows)
+def _pool_bytes(plan: KVPlan, count: int, context: int) -> int:
+    """Returns the bytes of a reader of `count` windows: rows, wide rows, states and their copies."""
+    wide = sum(s.wide_spec.bytes_per_token for s in plan.layers if s.wide_spec is not None)
+    return count * ((plan.bytes_per_token + wide) * context + 2 * plan.bytes_per_sequence)
 
 
 def _compare(

@@ -37,8 +37,6 @@ from kvant.measure.quality.texts import Text, windows
 from kvant.models.loaded import LoadedModel
 from kvant.plan.resolution import resolve_again
 
-MOST_WINDOWS, _MOST_ON_GPU = 4, 16
-"""Numbers of windows that are read side by side on a CPU and on a GPU."""
 _DECODE_COST = 3  # a generated token takes about as long as this many tokens of a prompt
 
 
@@ -201,13 +199,10 @@ class Evaluation:
             found.append(Part("acceptance", tokens, partial(self._acceptance, plans)))
         for context in extent.contexts:
             texts = windows(self.text, self.llm, context, extent.tokens)
-            most = MOST_WINDOWS if self.model.device.type == "cpu" else _MOST_ON_GPU
-            batches = torch.split(texts, most)
-            for number, batch in enumerate(batches):
-                name = f"formats-{context}-{number}"
-                found.append(
-                    self._comparison(name, who.formats, batch, min(extent.decode, context // 4))
-                )
+            decode = min(extent.decode, context // 4)
+            most = windows_at_once(who.baseline, who.formats.values(), context, self.model.device)
+            for name, batch in batches(formats_at(context), texts, most):
+                found.append(self._comparison(name, who.formats, batch, decode))
         if extent.side_tokens and who.k_only:
             batch = windows(self.text, self.llm, extent.side_tokens, 0)[:1]
             sides = {f"k {name}": plan for name, plan in who.k_only.items()}
@@ -261,6 +256,22 @@ class Evaluation:
             found[name] = np.array(generation.found_needles(self.llm, plan, wanted))
             told(len(wanted) * length)
         return found
+
+
+def formats_at(context: int) -> str:
+    """Returns what names of parts begin with that compare all formats over windows of this length."""
+    return f"formats-{context}-"
+
+
+def batches(name: str, windows: Tensor, most: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields at most `most` of windows [n, context] at a time, and a name that says which they are.
+
+    So parts that another division left on disk are not taken for those of this one.
+    """
+    first = 0
+    for batch in torch.split(windows, most):
+        yield f"{name}{first}+{len(batch)}", batch
+        first += len(batch)
 
 
 def comparison(

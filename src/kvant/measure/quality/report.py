@@ -11,7 +11,7 @@ from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.spec import KVPlan
 from kvant.measure.quality import generation
 from kvant.measure.quality.compare import Compared, mean_by_position
-from kvant.measure.quality.evaluate import Evaluation, unpack
+from kvant.measure.quality.evaluate import Evaluation, formats_at, unpack
 from kvant.measure.quality.kept import Arrays
 from kvant.measure.quality.kl_statistics import Distances, join, statistics_of
 from kvant.measure.quality.texts import evaluated
@@ -126,11 +126,10 @@ def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
 def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Compared]]:
     """Returns every format's batches."""
     found: dict[str, list[Compared]] = {}
-    number = 0
-    while (arrays := parts.get(f"formats-{context}-{number}")) is not None:
-        for name, one in unpack(arrays).items():
-            found.setdefault(name, []).append(one)
-        number += 1
+    for part, arrays in parts.items():
+        if part.startswith(formats_at(context)):
+            for name, one in unpack(arrays).items():
+                found.setdefault(name, []).append(one)
     return found
 
 

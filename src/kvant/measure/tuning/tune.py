@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from kvant.engine.llm import LLM
@@ -32,8 +31,9 @@ from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.names import FormatRequest, whole_formats
 from kvant.kv.request import Asked, AskedWide, KVRequest, rules_for
 from kvant.kv.spec import KVPlan
-from kvant.measure.own_engine import plan_storing
-from kvant.measure.quality.evaluate import MOST_WINDOWS, Part, comparison, run_parts, unpack
+from kvant.measure.own_engine import plan_storing, runner_of
+from kvant.measure.quality.compare import windows_at_once
+from kvant.measure.quality.evaluate import Part, batches, comparison, run_parts, unpack
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
 from kvant.measure.quality.texts import Text, windows
@@ -331,9 +331,11 @@ class Tuner:
         return {keys[name]: sum(values) / len(values) for name, values in kl.items()}
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
+        device = runner_of(self.llm).device
+        most = windows_at_once(self.wide, plans.values(), ids.shape[1], device)
         return [
-            comparison(self.llm, self.wide, f"{what}-{number}", plans, batch)
-            for number, batch in enumerate(torch.split(ids, MOST_WINDOWS))
+            comparison(self.llm, self.wide, name, plans, batch)
+            for name, batch in batches(f"{what}-", ids, most)
         ]
 
     # -- verifying -----------------------------------------------------------------------------
@@ -365,13 +367,13 @@ class Tuner:
 
     def _on_held_out(self, label: str, plans: Mapping[str, KVPlan]) -> list[Verified]:
         parts = self._comparisons(f"verified-{label}", plans, self.lesson.held_out)
-        batches = [unpack(b) for b in run_parts(parts, self.kept, self.told).values()]
+        found = [unpack(part) for part in run_parts(parts, self.kept, self.told).values()]
         return [
             Verified(
                 name,
                 self.stored_bytes(plan),
                 16 * self.stored_bytes(plan) / plan.bytes_per_token_16bit,
-                statistics_of(join([batch[name].prefill for batch in batches])),
+                statistics_of(join([batch[name].prefill for batch in found])),
             )
             for name, plan in plans.items()
         ]

@@ -235,6 +235,16 @@ def encoders_on_a_gpu(data: Any) -> Cells:
     return lines
 
 
+@table("encoders-feedback", "h200-encoders.json")
+def encoders_with_feedback(data: Any) -> Cells:
+    lines = [["a key's numbers", "1 token, us", "1 token, L2 flushed", "64 tokens", "2,048 tokens"]]
+    for one in data["feedback"]["forms"]:
+        us, flushed = one["us"], one["us_with_l2_flushed"]
+        cells = [us["128 1"], flushed["128 1"], us["128 64"], us["128 2048"]]
+        lines.append([one["form"], *(f"{cell:.1f}" for cell in cells)])
+    return lines
+
+
 @table("head-sizes", "head-sizes.json")
 def head_sizes(data: Any) -> Cells:
     lines = [["format", "bits, heads of 64", "error", "bits, heads of 128", "error"]]

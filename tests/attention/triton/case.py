@@ -150,6 +150,12 @@ def prepare(
     )  # fmt: skip
 
 
+def rounding(heads: int, size: int, device: str = "cpu") -> Tensor:
+    """Matrices that keys are rounded with, strictly upper triangular: [heads, size, size]."""
+    generator = torch.Generator().manual_seed(3)
+    return (0.2 * torch.randn(heads, size, size, generator=generator)).triu(1).to(device)
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     """Relative error; infinite where anything is NaN."""
     value = float((found.double() - expected).norm() / expected.norm())

@@ -352,6 +352,26 @@ def test_encoders_equal_the_definition_byte_for_byte(name: KVDtype, head_dim: in
     assert case.same_bytes(x.cache.k, want)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("name", [KVDtype.INT4_FEEDBACK, KVDtype.INT4_SHORT_FEEDBACK], ids=str)
+def test_keys_rounded_with_feedback_equal_the_definition_byte_for_byte(
+    name: KVDtype, head_dim: int
+) -> None:
+    x = case.prepare(
+        name, KVDtype.INT4_SHORT, heads=(2, 2), head_dims=(head_dim, head_dim), sequences=((16, 16),),
+        dtype=torch.float32,
+    )  # fmt: skip
+    cache = replace(x.cache, k_rounding=case.rounding(2, head_dim))
+    k = x.k.clone()
+    for row, kind in enumerate(ROWS):
+        k[row] = _row(kind, k[row])
+    want = [plane.contiguous().clone() for plane in cache.k]
+    for plane, part in zip(want, codec_for(name).encode(k, cache.k_rounding), strict=True):
+        plane.flatten(0, 1)[x.step.slot_mapping] = part
+    TritonBackend().write(cache, k, x.v, x.step)
+    assert case.same_bytes(cache.k, want)
+
+
 def _row(kind: str, x: torch.Tensor) -> torch.Tensor:
     x = x.clone()
     if kind == "zeros":

@@ -53,6 +53,39 @@ def check(x: case.Case, backend: TritonBackend | None = None) -> None:
     assert case.error(found, x.expected()) < bound
 
 
+@pytest.mark.parametrize("tokens", [3, 700])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", [KVDtype.INT4_FEEDBACK, KVDtype.INT4_SHORT_FEEDBACK], ids=str)
+def test_keys_rounded_with_feedback_equal_the_definition_byte_for_byte(
+    name: KVDtype, head_dim: int, tokens: int
+) -> None:
+    """By the writer, and by the one that turns keys, here by no angle."""
+    x = case.prepare(
+        name, KVDtype.INT4_SHORT, heads=(8, 8), head_dims=(head_dim, head_dim), dtype=torch.bfloat16,
+        sequences=((tokens, tokens),), device="cuda",
+    )  # fmt: skip
+    cache = replace(x.cache, k_rounding=case.rounding(8, head_dim, "cuda"))
+    k = x.k * torch.exp2(torch.arange(tokens, device="cuda") % 50 - 30)[:, None, None].bfloat16()
+    k[0], k[1, 0, 5] = 0, float("nan")
+    want = [plane.contiguous().clone() for plane in cache.k]
+    for plane, part in zip(want, codec_for(name).encode(k, cache.k_rounding), strict=True):
+        plane.flatten(0, 1)[x.step.slot_mapping] = part
+    TritonBackend().write(cache, k, x.v, x.step)
+    assert case.same_bytes(cache.k, want)
+    for plane in cache.k:
+        plane.view(torch.uint8).fill_(0)
+    for plane in want:
+        kept = plane.flatten(0, 1)[x.step.slot_mapping].clone()
+        plane.view(torch.uint8).fill_(0)
+        plane.flatten(0, 1)[x.step.slot_mapping] = kept
+    angles = torch.zeros(tokens, head_dim // 2, dtype=torch.bfloat16, device="cuda")
+    no_turn = HeadRotation(angles + 1, angles, True, None, None, 1e-6)
+    assert x.v is not None
+    qkv = torch.cat([part.flatten(1) for part in (x.q, k, x.v)], 1)
+    TritonBackend().write_rotated(cache, qkv, no_turn, x.step)
+    assert case.same_bytes(cache.k, want)
+
+
 def _written(x: case.Case) -> list[torch.Tensor]:
     """What storage holds after the step's rows are written by definition."""
     keep = x.step.slot_mapping >= 0

@@ -84,6 +84,8 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
             k, v, head_dims=(128, 128), dtype=torch.bfloat16, sequences=((99, new), (new, new)),
             wide=rows, sinks=sinks,
         )  # fmt: skip
+        if k.format.takes_rounding:
+            x = replace(x, cache=replace(x.cache, k_rounding=case.rounding(x.k.shape[1], 128)))
         TritonBackend().write(x.cache, x.k, x.v, x.step)
         TritonBackend().attend(x.cache, x.q, x.step, x.params)
         with_sinks = replace(x.params, sinks=torch.zeros(x.q.shape[1], dtype=torch.bfloat16))

@@ -49,6 +49,12 @@ def test_what_a_gpu_draws_with_compiles(tmp_path: Path) -> None:
     assert compiled(tmp_path) == {**expected, "clear_listed": 1, "clear_pages": 1, "copy_pages": 2}
 
 
+def test_so_does_what_rounds_keys_with_matrices(tmp_path: Path) -> None:
+    found = compiled(tmp_path, "INT4_SHORT_FEEDBACK", "INT4_SHORT")
+    assert found["store_rows"] == 1
+    assert found["rotate_and_store"] == 2, "with tiles of few rows and of many"
+
+
 def test_so_does_what_reads_two_forms_of_a_row(tmp_path: Path) -> None:
     found = compiled(tmp_path, "INT4_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "BFLOAT16")
     assert found["store_rows"] == 2

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvant.attention.triton.arithmetic import (
     bound,
-    divide,
+    divide_rows,
     multiply,
     nearest,
 )
@@ -45,18 +45,23 @@ def fed_codes(
     if outer is None:
         code = nearest_codes(y, scale, zero, PTX)
     else:
+        # Each number waits for those before it. So lines of the matrix are on their way long before, a
+        # number is fetched without a sum over its row, and dividing has no branch.
+        STAGES: tl.constexpr = 8 if ROWS * PAD <= 2048 else 4
         column = tl.arange(0, PAD)[None, :]
+        first = head[:, None] * HEAD
+        mask = there[:, None] & (column < HEAD)
         wanted = y
         code = tl.zeros((ROWS, PAD), tl.float32)
-        for i in range(HEAD):
-            here = column == i
-            now = tl.sum(tl.where(here, wanted, 0.0), 1)
-            found = bound(nearest(divide(now, scale, PTX)) + zero, 0.0, LARGEST)
-            error = tl.sum(tl.where(here, y, 0.0), 1) - multiply(found - zero, scale, PTX)
-            code = tl.where(here, found[:, None], code)
-            place = (head[:, None] * HEAD + i) * HEAD + column
-            line = tl.load(outer + place, mask=there[:, None] & (column < HEAD), other=0.0)
-            wanted += multiply(error[:, None] + 0.0 * line, line, PTX)
+        for i in tl.range(0, HEAD, num_stages=STAGES):
+            line = tl.load(outer + (first + i) * HEAD + column, mask=mask, other=0.0)
+            place = tl.full((ROWS, 1), 0, tl.int32) + i
+            now = tl.gather(wanted, place, 1)
+            steps = nearest(divide_rows(now, scale, PTX))
+            found = bound(steps + zero[:, None], 0.0, LARGEST)
+            error = tl.gather(y, place, 1) - multiply(found - zero[:, None], scale[:, None], PTX)
+            code = tl.where(column == i, found, code)
+            wanted += multiply(error + 0.0 * line, line, PTX)
     return code
 
 

@@ -186,6 +186,24 @@ def evaluated_on_a_gpu(data: Any) -> Cells:
     return lines
 
 
+@table("eval-32k", "h200-eval-32k.json")
+def evaluated_at_32k(data: Any) -> Cells:
+    lines = [["stored with wide rows", "bits", "mean KL at 8,192", "at 32,768", "its standard error", "99 %",
+              "same top token", "PPL ratio"]]  # fmt: skip
+    for name, one in data["formats"].items():
+        kl = (
+            one["contexts"]["8192"]["kld_mean"],
+            one["kld_mean"],
+            one["kld_mean_error"],
+            one["kld_p99"],
+        )
+        lines.append(
+            [name, f"{one['bits_per_value']:.2f}", *(f"{x:.5f}" for x in kl),
+             percent(one["same_top"], digits=1), f"{one['ppl_ratio']:.4f}"]
+        )  # fmt: skip
+    return lines
+
+
 @table("eval-steps", "h200-eval-steps.json")
 def recorded_steps(data: Any) -> Cells:
     lines = [["decoded positions of each window", "launched one by one, s", "recorded, s",

@@ -487,7 +487,7 @@ def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIV
           GATED: tl.constexpr, ROUND: tl.constexpr, GROUP: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """Program: activates BLOCK numbers of a row, to `out` or rounded: see `_store_rounded`.
 
-    With a scale per row, a program handles the whole row and reads it twice, the second time from a cache.
+    With a scale per row, a program handles the whole row, which it keeps in registers.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -495,15 +495,17 @@ def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIV
     token = tl.program_id(0).to(tl.int64)
     if ROUND == _BY_ROW:
         largest = tl.zeros((BLOCK,), tl.float32)
+        parts = ()
         for first in tl.static_range(0, WIDTH, BLOCK):
             y = _gated(x, token, first, WIDTH, BLOCK, ACTIVATION, GATED)
             largest = tl.maximum(largest, tl.abs(y))
+            parts = parts + (y,)  # noqa: RUF005 - Triton unpacks no tuples
         scale = tl.max(largest, 0) / 448.0
         scale = tl.where(scale > 0, scale, 1.0)
         tl.store(scales + token, scale)
-        for first in tl.static_range(0, WIDTH, BLOCK):
-            shares = tl.div_rn(_gated(x, token, first, WIDTH, BLOCK, ACTIVATION, GATED), scale)
-            c = first + tl.arange(0, BLOCK)
+        for part in tl.static_range(0, (WIDTH + BLOCK - 1) // BLOCK):
+            shares = tl.div_rn(parts[part], scale)
+            c = part * BLOCK + tl.arange(0, BLOCK)
             rounded = saturated(shares).to(codes.dtype.element_ty)
             tl.store(codes + token * WIDTH + c, rounded, mask=c < WIDTH)
     else:

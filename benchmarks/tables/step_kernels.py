@@ -52,6 +52,36 @@ def int4_one_row_cuts(data: Any) -> Cells:
     return lines
 
 
+@table("fp8-prompt-products", "h200-fp8-prompt-products.json")
+def fp8_prompt_products(data: Any) -> Cells:
+    kinds = list(dict.fromkeys(one["kind"] for one in data["products"]))
+    lines = [["", *kinds]]
+    for product in _PRODUCTS:
+        found = {one["kind"]: one for one in data["products"] if one["name"] == product}
+        lines.append([product, *(f"{found[kind]['tflops']:,.0f}" for kind in kinds)])
+    layers = {
+        kind: [one["tflops"] for one in data["layers"] if one["kind"] == kind] for kind in kinds
+    }
+    lines.append(
+        ["a layer, in 3 turns", *(f"{min(layers[k]):,.0f} to {max(layers[k]):,.0f}" for k in kinds)]
+    )
+    for label, numbers in (("mixed signs", ("normal", "gated")), ("one sign", ("positive",))):
+        for product, columns in (("gate_up", "4,096"), ("down", "12,288")):
+            rows = [
+                one for one in data["errors"] if one["name"] == product and one["data"] in numbers
+            ]
+            worst = [max(row[_error(kind)] for row in rows) for kind in kinds]
+            lines.append(
+                [f"error, {label}, {columns} columns", *(f"{value:.1e}" for value in worst)]
+            )
+    return lines
+
+
+def _error(kind: str) -> str:
+    scales, sums = kind.split(", ")
+    return f"{'one' if scales == 'one scale' else 'row'} {sums.split()[0]}"
+
+
 def _parts(steps: Any) -> Iterator[tuple[str, tuple[float, str]]]:
     """Yields microseconds of each part of a step, and its share of the read bandwidth in words."""
     decodes = steps["kind"] == "decodes"

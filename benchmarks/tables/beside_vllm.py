@@ -20,6 +20,8 @@ CALLS = (
 SHAPES = {
     "qwen3-30b-a3b": 1.1,
     "qwen3.5-9b": 1.2,
+    "gemma-3-12b": 1.1,
+    "gpt-oss-20b-mxfp4": 1.1,
 }
 """Shapes that both ran on one GPU, and the least ratio of output tokens per second that is wanted."""
 

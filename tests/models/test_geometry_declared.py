@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
+from transformers.activations import ACT2FN
 
 from kvant.errors import BadCheckpoint
 from kvant.models.geometry import read_geometry
-from kvant.models.geometry.declared import declared_kinds, refuse_undeclared_kinds
+from kvant.models.geometry.declared import (
+    activations,
+    declared_kinds,
+    left_out,
+    refuse_undeclared,
+)
 from kvant.models.geometry.families import FAMILIES
 from kvant.models.geometry.fields import Fields
 from kvant.models.quiet import quiet_transformers
+from kvant.models.read_shape import read_shape
 from tests.models import configs, meta
 
 VALUES: tuple[Any, ...] = (None, "x", [1], ["a"], {"a": 1}, 1.5, True, 1)
@@ -39,10 +47,12 @@ def test_a_value_is_refused_exactly_if_transformers_does_not_take_its_kind(model
     wrong = []
     for field in kinds:
         for value in VALUES:
+            if value == "x" and field in ("hidden_act", "hidden_activation"):
+                continue  # of the right kind, but none of the activations
             given = {**config, field: value}
             says = _starts(given)
             try:
-                refuse_undeclared_kinds(Fields(given), model_type)
+                refuse_undeclared(Fields(given), model_type)
             except BadCheckpoint:
                 if not says:
                     wrong.append((field, value, "transformers takes it"))
@@ -50,6 +60,79 @@ def test_a_value_is_refused_exactly_if_transformers_does_not_take_its_kind(model
                 if f"TypeError: Field '{field}'" in says:
                     wrong.append((field, value, says))
     assert not wrong
+
+
+def test_an_activation_that_transformers_lacks_is_refused_by_name() -> None:
+    assert set(activations()) == set(ACT2FN)
+    for name in ("silu", "gelu_pytorch_tanh"):
+        read_geometry({**configs.tiny("llama"), "hidden_act": name})
+    with pytest.raises(BadCheckpoint, match=r"hidden_act is 'silly'(.|\n)*silu"):
+        read_geometry({**configs.tiny("llama"), "hidden_act": "silly"})
+
+
+def test_what_a_config_leaves_out_is_as_the_class_has_it() -> None:
+    for name in ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "siglip_vision_model"):
+        made = CONFIG_MAPPING[name]()
+        assert left_out((), name)
+        for field, value in left_out((), name).items():
+            if field != "sliding_window":  # which a second field switches off
+                assert getattr(made, field) == value, (name, field)
+    assert "num_experts" not in left_out(["num_local_experts"], "qwen3_moe")
+    assert "num_local_experts" not in left_out(["num_experts"], "qwen3_moe")
+
+
+_LAYERS = ["full_attention"] * 4
+
+
+def _refused(config: dict[str, Any], named: str) -> None:
+    with pytest.raises(BadCheckpoint, match=re.escape(f"config.json: {named}")) as refused:
+        read_geometry(config)
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("llama", {"initializer_range": 1.5}, "initializer_range is 1.5"),
+        ("llama", {"layer_types": _LAYERS[1:]}, "layer_types is "),
+        ("llama", {"rope_scaling": "x"}, "rope_scaling is 'x'"),
+        ("llama", {"rope_parameters": {"rope_type": None}}, "rope_parameters.rope_type is null"),
+        ("llama", {"rope_parameters": {"rope_type": {}}}, "rope_parameters.rope_type is {}"),
+        ("qwen2", {"head_dim": None}, "head_dim is null"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("gemma3", {"vision_config": {"hidden_size": "x"}}, "vision_config.hidden_size is 'x'"),
+        ("gemma3", {"vision_config": {"dtype": "x"}}, "vision_config.dtype is 'x'"),
+        ("gemma3", {"vision_config": 3}, "vision_config is 3"),
+    ],
+)
+def test_what_transformers_cannot_make_is_named(
+    name: str, changes: dict[str, Any], named: str
+) -> None:
+    config = {**configs.tiny(name), **changes}
+    with pytest.raises(Exception, match=r"."):  # each class has errors of its own
+        meta.build(config)
+    _refused(config, named)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("llama", {"rope_theta": 0}, "rope_theta is 0"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ("qwen3_moe", {"num_experts_per_tok": ..., "num_experts": 4}, "num_experts_per_tok"),
+        ("deepseek_v3", {"n_group": None}, "n_group is null"),
+        ("deepseek_v3", {"head_dim": 6}, "head_dim is 6"),
+        ("phi3", {"pad_token_id": ...}, "pad_token_id is 32000"),
+        ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is null"),
+        ("gemma3", {"vision_config": {"hidden_size": 0}}, "vision_config.hidden_size is 0"),
+    ],
+)
+def test_what_no_start_runs_is_named(name: str, changes: dict[str, Any], named: str) -> None:
+    config = configs.changed(configs.tiny(name), **changes)
+    with pytest.raises(BadCheckpoint, match=re.escape(f"config.json: {named}")) as refused:
+        read_shape(config)
+    assert refused.value.ways_out
 
 
 def test_every_listed_type_that_transformers_has_is_found() -> None:

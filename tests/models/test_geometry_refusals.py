@@ -86,7 +86,6 @@ def test_a_drafter_is_pointed_to_its_flag(name: str) -> None:
         ({"intermediate_size": "wide"}, "intermediate_size is 'wide'"),
         ({"intermediate_size": 0}, "intermediate_size is 0"),
         ({"intermediate_size": [1, "a"]}, "intermediate_size is [1, 'a']"),
-        ({"moe_intermediate_size": "wide"}, "moe_intermediate_size is 'wide'"),
         ({"hidden_act": 1}, "hidden_act is 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"tie_word_embeddings": 0}, "tie_word_embeddings is 0"),

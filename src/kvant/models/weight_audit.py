@@ -12,7 +12,7 @@ It reads names, dtypes and shapes from the headers of the files. Values are chec
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -235,7 +235,7 @@ def _as_in_files(tensors: Tensors, use: Use) -> Use:
     """
 
     def suffix(name: str, place: str) -> str:
-        return _INDEX.sub(".N", name.removeprefix(place).removesuffix(".weight"))
+        return _kind(name.removeprefix(place).removesuffix(".weight"))
 
     names = [*(one.name for one in use.weights or ()), *use.parameters]
     own = {suffix(name, use.layers) for name in names if name.startswith(f"{use.layers}.")}
@@ -282,7 +282,7 @@ _EXPERT_0 = re.compile(r"(.*\.experts)\.0\.([^.]+)$")
 _OF_MODULE = re.compile(r"norm|conv|_ln|patch_embedding")
 """In the last part of a path: the tensor is a module's weight, though no matrix that Kvant multiplies by."""
 
-_INDEX = re.compile(r"\.\d+(?=\.)")
+_INDEX = re.compile(r"\.\d+(?=\.|$)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
 """Modules that predict further tokens, which no class of transformers loads."""
 
@@ -379,7 +379,7 @@ def _find_lacking(
     head = next((path for path in model.dims if path.endswith("lm_head")), "")
     alike: dict[str, list[str]] = {}
     for path in model.dims:
-        alike.setdefault(_INDEX.sub(".N", path), []).append(path)
+        alike.setdefault(_kind(path), []).append(path)
     absent: list[str] = []
     unsure: list[str] = []
     for paths in alike.values():
@@ -388,7 +388,8 @@ def _find_lacking(
     at = f"{use.layers}."
     above = use.layers.removesuffix(".layers")
     alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
-    others = [name for names in modules.values() for name in names if not _is_known(name, model)]
+    kinds = {*alike, *map(_kind, model.joined)}
+    others = [name for names in modules.values() for name in names if not _is_known(name, kinds)]
     has_others = {name.startswith(at) for name in others}
     has_decoder = bool(use.layers) and any(name.startswith(at) for name in modules)
     for path in unsure:
@@ -410,9 +411,20 @@ def _find_lacking(
     return found, replace(model, is_whole=model.listed is not None and not absent and not unsure)
 
 
-def _is_known(name: str, model: _Model) -> bool:
-    """Returns whether a tensor is a weight of the model under its own name, or holds no weight."""
-    return model.has(name) or read_scale_name(name) is not None or "rotary_emb." in name
+def _is_known(name: str, kinds: Collection[str]) -> bool:
+    """Returns whether a tensor has the name of a weight of some layer, or holds no weight.
+
+    kinds: paths of weights, with N for numbers.
+    """
+    joined = _JOINED.match(name)
+    path = name.removesuffix(".weight") if joined is None else f"{joined[1]}.{joined[2]}"
+    is_named = _kind(path) in kinds or _kind(_layer_of(name)) in kinds
+    return is_named or read_scale_name(name) is not None or "rotary_emb." in name
+
+
+def _kind(path: str) -> str:
+    """Returns a path with N for numbers of layers and experts."""
+    return _INDEX.sub(".N", path)
 
 
 def _is_narrow(

@@ -18,7 +18,13 @@ from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.draft import draft_weights
-from kvant.models.geometry.families import find_family, is_drafter, is_listed, text_fields
+from kvant.models.geometry.families import (
+    decoder_weights,
+    find_family,
+    is_drafter,
+    is_listed,
+    text_fields,
+)
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, embedding, vector
@@ -232,7 +238,7 @@ def _decoder(
     """Yields weights of layers, embedding, final norm, and of a head that is not tied to the embedding."""
     fields = text_fields(config, family)
     at = family.prefix.removesuffix(".layers")
-    yield from family.weights(fields, geometry.layers)
+    yield from decoder_weights(config, family, geometry.layers)
     yield embedding(f"{at}.embed_tokens", geometry.vocab_size, geometry.hidden_size)
     yield vector(f"{at}.norm", geometry.hidden_size)
     # Classes for the whole config read this field there, and classes for the text section in that section.

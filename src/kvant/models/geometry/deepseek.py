@@ -67,6 +67,8 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
     shared = fields.optional_integer("n_shared_experts", least=0) or 0
     first_sparse = fields.optional_integer("first_k_dense_replace", least=0, most=MAX_LAYERS) or 0
     bias = not v3 and fields.flag("mlp_bias")
+    if v3:
+        _check_v3(fields)
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")
         yield from _attention(fields, layer, hidden)
@@ -80,6 +82,16 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
         yield from experts(f"{at}.mlp", count, hidden, size)
         if shared:
             yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
+
+
+def _check_v3(fields: Fields) -> None:
+    """Raises BadCheckpoint for numbers that the class takes, but does not compute with."""
+    for name in ("n_group", "topk_group", "num_experts_per_tok"):
+        fields.integer(name)
+    fields.optional_integer("num_key_value_heads")
+    rope = fields.integer("qk_rope_head_dim")
+    if fields.has("head_dim") and fields.integer("head_dim") != rope:
+        raise fields.bad("head_dim", f"{rope} numbers of a head rotate (qk_rope_head_dim)")
 
 
 DEEPSEEK_V2 = Family(

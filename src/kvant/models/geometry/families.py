@@ -5,11 +5,13 @@ To add a family, write one file that makes a `Family`, and add one line here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
+from kvant.kv.geometry import LayerGeometry
+from kvant.models.geometry.declared import left_out
 from kvant.models.geometry.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields, shown
@@ -24,6 +26,7 @@ from kvant.models.geometry.gemma4 import (
 from kvant.models.geometry.gpt_oss import GPT_OSS
 from kvant.models.geometry.llama import LLAMA, MISTRAL, MIXTRAL, OLMO2, PHI3
 from kvant.models.geometry.mimo import MIMO_V2, MIMO_V2_FLASH
+from kvant.models.geometry.parameters import Weight
 from kvant.models.geometry.qwen import QWEN2, QWEN3, QWEN3_MOE
 from kvant.models.geometry.qwen_hybrid import (
     QWEN3_5,
@@ -93,6 +96,20 @@ def text_fields(config: Mapping[str, Any], family: Family) -> Fields:
     if text is None:
         raise Fields(config).bad("text_config", f"{family.title} keeps its decoder's fields there")
     return text
+
+
+def decoder_weights(
+    config: Mapping[str, Any], family: Family, layers: Sequence[LayerGeometry]
+) -> Iterator[Weight]:
+    """Yields the weights of the decoder's layers. What the config leaves out is as the class has it.
+
+    Raises MissingField if the class does not say it, BadCheckpoint for invalid fields.
+    """
+    fields = text_fields(config, family)
+    said = Fields(config).text("model_type") or family.model_types[0]
+    if family.in_text_config:
+        said = fields.text("model_type") or f"{said}_text"
+    yield from family.weights(fields.completed(left_out(fields.names(), said)), tuple(layers))
 
 
 def _without_type(architectures: tuple[str, ...]) -> BadCheckpoint:

@@ -22,6 +22,10 @@ MAX_TOKENS = 2**40
 _SHOWN = 80  # characters of a bad value that a message repeats
 
 
+class MissingField(BadCheckpoint):
+    """A number that planning needs is missing."""
+
+
 class Fields:
     """One section of a config. `section` is "" at the top and "text_config." inside one."""
 
@@ -67,7 +71,11 @@ class Fields:
         """Returns a whole number. Several names spell one field: the first that is present counts."""
         value = self.optional_integer(*names, least=least, most=most)
         if value is None:
-            raise self.bad(names[0], "a model cannot be planned without it")
+            null = next((name for name in names if self.is_null(name)), None)
+            bad = self.bad(null or names[0], "a model cannot be planned without it")
+            if null is not None:
+                raise bad
+            raise MissingField(bad.what, why=bad.why, ways_out=bad.ways_out)
         return value
 
     def optional_integer(self, *names: str, least: int = 1, most: int = MAX_WIDTH) -> int | None:
@@ -131,6 +139,10 @@ class Fields:
         if not isinstance(value, Mapping):
             raise self.bad(name, "it must be an object")
         return Fields(value, section=f"{self._section}{name}.", defaults=defaults)
+
+    def completed(self, missing: Mapping[str, Any]) -> Fields:
+        """Returns the section with values for fields that are missing; `null` stays."""
+        return Fields({**missing, **self._values}, section=self._section, defaults=self._defaults)
 
     def names(self) -> tuple[str, ...]:
         """The section's own keys, in order."""

@@ -34,8 +34,14 @@ def refuse_encoder(fields: Fields) -> None:
         )
 
 
+def _refuse_scale(fields: Fields) -> None:
+    if fields.number("query_pre_attn_scalar", 1.0) <= 0:
+        raise fields.bad("query_pre_attn_scalar", "scores are divided by its square root")
+
+
 def _gemma2_layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
+    _refuse_scale(fields)
     heads = read_heads(fields, head_dim=_HEAD_DIM)
     windows = windows_of(fields, full_every(fields, 2), read_window(fields))
     softcap = 0.0
@@ -48,6 +54,7 @@ def _gemma2_layers(fields: Fields, prefix: str) -> Layers:
 
 def _gemma3_layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
+    _refuse_scale(fields)
     heads = read_heads(fields, head_dim=_HEAD_DIM)
     pattern = fields.optional_integer("sliding_window_pattern", most=MAX_LAYERS) or _PATTERN
     windows = windows_of(fields, full_every(fields, pattern), read_window(fields))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import BadCheckpoint, WayOut
+from kvant.models.geometry.declared import left_out
 from kvant.models.geometry.fields import Fields, text_section
 
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -24,9 +25,10 @@ def check_mixture(config: Mapping[str, Any]) -> None:
 
     A field that is missing or no whole number is left to the family's own checks.
     """
-    text = text_section(config)
-    fields = Fields(text, section="" if text is config else "text_config.")
-    count = _count(text)
+    given = text_section(config)
+    fields = Fields(given, section="" if given is config else "text_config.")
+    text = {**left_out(given, str(given.get("model_type"))), **given}
+    count = _count(given)
     if count is None:
         return
     chosen = _whole(text, "num_experts_per_tok")

@@ -63,7 +63,7 @@ def _qwen3_moe_layers(fields: Fields, prefix: str) -> Layers:
 def _qwen3_moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
     hidden = fields.integer("hidden_size")
     bias = fields.flag("attention_bias")
-    count = fields.integer("num_experts", "num_local_experts")
+    count = fields.integer("num_experts", "num_local_experts", least=0)
     moe_size = fields.integer("moe_intermediate_size")
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")
@@ -77,7 +77,12 @@ def _qwen3_moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 
 
 def is_sparse(fields: Fields, index: int) -> bool:
-    """True if a layer has experts: every `decoder_sparse_step`-th, `mlp_only_layers` left out."""
+    """True if a layer has experts: every `decoder_sparse_step`-th, `mlp_only_layers` left out.
+
+    A model with 0 experts is dense.
+    """
+    if fields.optional_integer("num_experts", "num_local_experts", least=0) == 0:
+        return False
     dense = fields.integers("mlp_only_layers") or ()
     step = fields.optional_integer("decoder_sparse_step") or 1
     return index not in dense and (index + 1) % step == 0

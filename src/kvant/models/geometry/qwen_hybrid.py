@@ -112,7 +112,8 @@ def _dense_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 def _moe_weights(fields: Fields, layers: Layers, *, joined: bool = False) -> Iterator[Weight]:
     """Routed experts, and one expert for every token behind a gate of its own."""
     hidden = fields.integer("hidden_size")
-    count, size = fields.integer("num_experts"), fields.integer("moe_intermediate_size")
+    count = fields.integer("num_experts", least=0)
+    size = fields.integer("moe_intermediate_size")
     shared = fields.integer("shared_expert_intermediate_size")
     for layer in layers:
         at = layer.name.rpartition(".")[0]

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.geometry.declared import refuse_undeclared_kinds
-from kvant.models.geometry.families import find_family, text_fields
+from kvant.models.geometry.declared import left_out, refuse_undeclared, type_of_section
+from kvant.models.geometry.families import decoder_weights, find_family, text_fields
 from kvant.models.geometry.family import Family
-from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown
+from kvant.models.geometry.fields import MAX_TOKENS, Fields, MissingField, shown
 from kvant.models.geometry.rope import DYNAMIC, check_rotary, rope_section, rope_types
+from kvant.models.geometry.windows import num_layers
 
 _MAX_VOCABULARY = 2**28
-
-_SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_cache", "norm_topk_prob")
-_NUMBERS = (
-    "rms_norm_eps",
-    "layer_norm_eps",
-    "norm_eps",
-    "attention_dropout",
-    "initializer_range",
-    "rope_theta",
-)
-_TEXTS = ("hidden_act", "hidden_activation")
-_COUNTS = (
-    "moe_intermediate_size", "shared_expert_intermediate_size", "num_experts", "num_local_experts",
-    "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "decoder_sparse_step",
-)  # fmt: skip
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
@@ -47,9 +33,9 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     _refuse_unread_overrides(fields, family)
     top = Fields(config)
     model_type = top.text("model_type") or family.model_types[0]
-    for section in (top, fields):
-        _refuse_wrong_kinds(section)
     check_rotary(fields)
+    for name in ("layer_types", "mlp_layer_types"):
+        _refuse_other_length(fields, name)
     layers = family.layers(fields, family.prefix)
     geometry = ModelGeometry(
         architecture=(top.words("architectures") or (model_type,))[0],
@@ -62,10 +48,22 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         not_runnable=family.not_runnable,
         state_dtype=read_state_dtype(fields),
     )
-    _refuse_padding(fields, geometry.vocab_size)
-    refuse_undeclared_kinds(top, model_type)
-    if family.in_text_config:
-        refuse_undeclared_kinds(fields, fields.text("model_type") or f"{model_type}_text")
+    said = fields.text("model_type") or model_type
+    _refuse_padding(fields.completed(left_out(fields.names(), said)), geometry.vocab_size)
+    with suppress(MissingField):  # the cache's shape does not depend on all of them
+        for _ in decoder_weights(config, family, layers):
+            pass
+        for _ in () if family.towers is None else family.towers(top):
+            pass
+    refuse_undeclared(top, model_type)
+    for name in top.names():
+        is_model = name.endswith("_config") and name != "quantization_config"
+        section = top.inside(name) if is_model else None
+        if section is None:
+            continue
+        read_dtype(section)
+        said = section.text("model_type") or type_of_section(name, model_type)
+        refuse_undeclared(section, said)
     return geometry
 
 
@@ -123,32 +121,15 @@ def _refuse_unread_overrides(fields: Fields, family: Family) -> None:
         )
 
 
+def _refuse_other_length(fields: Fields, name: str) -> None:
+    """Raises BadCheckpoint for a list of layers' kinds that does not name each layer's."""
+    words, count = fields.words(name), num_layers(fields)
+    if words is not None and len(words) != count:
+        raise fields.bad(name, f"it has {len(words)} entries for {count} layers")
+
+
 def _refuse_padding(fields: Fields, vocab_size: int) -> None:
     """Raises BadCheckpoint for a padding token that has no row of the embedding."""
     pad = fields.raw("pad_token_id")
     if type(pad) is int and not -vocab_size <= pad < vocab_size:
         raise fields.bad("pad_token_id", f"the vocabulary has {vocab_size} tokens")
-
-
-def _refuse_wrong_kinds(fields: Fields) -> None:
-    """Raises BadCheckpoint for values of another kind than transformers' classes take.
-
-    Planning reads none of these fields, but a start gives them to transformers, which refuses them there.
-    """
-    for name in _SWITCHES:
-        fields.flag(name)
-    for name in _NUMBERS:
-        fields.number(name, 0.0)
-    for name in _TEXTS:
-        fields.text(name)
-    for name in _TOKENS:
-        value = fields.raw(name)
-        ids = value if isinstance(value, list) else [value]
-        if value is not None and any(type(token) is not int for token in ids):
-            raise fields.bad(name, "it must be a token id, or a list of them")
-    for name in ("intermediate_size", *_COUNTS):
-        least = 0 if name in _COUNTS else 1
-        if isinstance(fields.raw(name), list):  # one for each layer
-            fields.integers(name, least=least)
-        else:
-            fields.optional_integer(name, least=least)

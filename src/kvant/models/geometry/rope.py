@@ -33,6 +33,9 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """Fields without which transformers does not compute a type's frequencies."""
 
+_KINDS = ("full_attention", "sliding_attention")
+"""Kinds of layers that may have rotary numbers of their own."""
+
 _NUMBERS = (
     "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings", "beta_fast",
     "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor",
@@ -87,13 +90,25 @@ def rope_types(fields: Fields) -> tuple[str, ...]:
 def check_rotary(fields: Fields) -> None:
     """Raises BadCheckpoint for rotary numbers of a decoder that transformers cannot compute with."""
     sections = _sections(fields)
+    if fields.number("rope_theta", 1.0) <= 0:
+        raise fields.bad("rope_theta", "rotary frequencies are powers of it")
     if fields.is_null("rope_theta") and not any(one.has("rope_theta") for one in sections):
         raise fields.bad("rope_theta", "rotary frequencies are powers of it")
+    for name in ("rope_parameters", "rope_scaling"):
+        fields.inside(name)
     for section in sections:
         for name in _NUMBERS:
             section.number(name, 0.0)
-        if section.is_null("rope_theta"):
+        name = "type" if "rope_type" not in section.names() else "rope_type"
+        if section.is_null(name):
+            raise section.bad(name, f"transformers' rotary types are {', '.join(ROPE_TYPES)}")
+        if section.is_null("rope_theta") or section.number("rope_theta", 1.0) <= 0:
             raise section.bad("rope_theta", "rotary frequencies are powers of it")
+        if (
+            section.is_null("partial_rotary_factor")
+            or not 0 < section.number("partial_rotary_factor", 1.0) <= 1
+        ):
+            raise section.bad("partial_rotary_factor", "it is the share of a head that rotates")
         kind = _type_of(section)
         needed = () if section.has("short_factor") else _NEEDED.get(kind, ())
         for name in needed:
@@ -123,8 +138,7 @@ def _sections(fields: Fields) -> list[Fields]:
     rope = rope_section(fields)
     if rope is None:
         return []
-    named = [name for name in rope.names() if name not in _NUMBERS]
-    nested = [name for name in named if isinstance(rope.raw(name), Mapping)]
+    nested = [name for name in rope.names() if name in _KINDS]
     found = [rope.inside(name) for name in nested]
     return [section for section in found if section is not None] or [rope]
 

@@ -21,7 +21,7 @@ from kvant.models.geometry.parameters import (
 
 _SIGLIP = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "image_size": 224,
-    "patch_size": 16, "num_channels": 3,
+    "patch_size": 16, "num_channels": 3, "num_attention_heads": 12,
 }  # fmt: skip
 
 
@@ -29,6 +29,11 @@ def siglip_tower(top: Fields) -> Iterator[Weight]:
     """Gemma 3's vision tower, and the projection of its patches into the decoder."""
     vision = top.inside("vision_config", _SIGLIP) or Fields({}, defaults=_SIGLIP)
     hidden, size = vision.integer("hidden_size"), vision.integer("intermediate_size")
+    heads = vision.integer("num_attention_heads")
+    if hidden % heads:
+        raise vision.bad("num_attention_heads", f"hidden_size {hidden} is no multiple of it")
+    if top.is_null("mm_tokens_per_image") or top.has("mm_tokens_per_image"):
+        top.integer("mm_tokens_per_image")
     at, patch = "model.vision_tower", vision.integer("patch_size")
     channels = vision.integer("num_channels", most=1024)
     yield other(f"{at}.embeddings.patch_embedding", hidden, channels, patch, patch)

@@ -42,6 +42,8 @@ def every_layer(fields: Fields, *, switched: bool = False) -> tuple[int | None, 
 
 def read_window(fields: Fields, name: str = "sliding_window") -> int | None:
     """Returns a window in tokens. 0 would hide even the token itself, so it means no window."""
+    if fields.is_null(name):
+        return None  # a missing one is the class's default
     return fields.optional_integer(name, most=MAX_TOKENS)
 
 

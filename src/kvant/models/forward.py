@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from kvant.attention.base import StepCall
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBytes:
+    """Bytes of all weights of one layer's experts, which are equally large. A token uses `top_k` of them."""
+
+    num_experts: int
+    top_k: int
+    bytes: int
+
+    def unread(self, num_tokens: int) -> float:
+        """Returns the bytes that a step of `num_tokens` does not read.
+
+        It is the expected number if all experts are equally likely.
+        """
+        return self.bytes * (1 - self.top_k / self.num_experts) ** num_tokens
 
 
 class Forward(Protocol):
@@ -20,7 +37,12 @@ class Forward(Protocol):
 
     @property
     def own_weight_bytes(self) -> int:
-        """Bytes among `extra_bytes` that are weights which every step reads whole."""
+        """Bytes among `extra_bytes` that are weights of products."""
+        ...
+
+    @property
+    def expert_bytes(self) -> tuple[ExpertBytes, ...]:
+        """The experts of each layer that has some, in any storage."""
         ...
 
     @property

@@ -115,18 +115,10 @@ class LoadedModel:
             if isinstance(module, NarrowEmbedding) and module.linear is not head:
                 tables |= {id(tensor) for tensor in module.parameters()}
         tables.discard(id(getattr(head, "weight", None)))
-        config = self._module.config.get_text_config(decoder=True)
-        chosen = getattr(config, "num_experts_per_tok", None)
-        total, seen = float(self._forward.own_weight_bytes), set(tables)
-        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
-            if id(tensor) in seen:
-                continue
-            seen.add(id(tensor))
-            share = 1.0
-            if chosen and ".experts." in name and tensor.dim() > 1:
-                share = 1 - (1 - chosen / tensor.shape[0]) ** num_tokens
-            total += share * tensor.numel() * tensor.element_size()
-        return round(total)
+        tensors = {id(t): t for t in (*self._module.parameters(), *self._module.buffers())}
+        read = sum(tensor.nbytes for key, tensor in tensors.items() if key not in tables)
+        unread = sum(one.unread(num_tokens) for one in self._forward.expert_bytes)
+        return round(self._forward.own_weight_bytes + read - unread)
 
     @property
     def dtype(self) -> torch.dtype:

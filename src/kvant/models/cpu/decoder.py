@@ -35,6 +35,7 @@ from kvant.models.cpu.record import Program, Recorder
 from kvant.models.cpu.rounding import EIGHT_BITS, EXACT
 from kvant.models.cpu.run import new_step, run_function
 from kvant.models.cpu.weights import INT4, Code, PackedWeight, pack_narrow
+from kvant.models.forward import ExpertBytes
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.fused.decoder import FusedDecoder, fuse
 from kvant.models.fused.feed_forward import Dense
@@ -209,6 +210,10 @@ class CpuDecoder:
             if linear.rounds or (self.took_weights and not is_table):
                 found += linear.num_bytes
         return found
+
+    @property
+    def expert_bytes(self) -> tuple[ExpertBytes, ...]:
+        return self._fused.expert_bytes
 
     @property
     def compiled_seconds(self) -> float | None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvant.attention.base import HeadNorm, HeadRotation, RotatingWriter, Step, StepCall
 from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
+from kvant.models.forward import ExpertBytes
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.fused import latent
 from kvant.models.fused.experts import ExpertKernels, Experts, TorchExperts
@@ -198,6 +199,11 @@ class FusedDecoder:
     @property
     def own_weight_bytes(self) -> int:
         return 0
+
+    @property
+    def expert_bytes(self) -> tuple[ExpertBytes, ...]:
+        forwards = (layer.feed_forward for layer in self.model.layers)
+        return tuple(one.bytes for one in forwards if isinstance(one, Experts))
 
     @property
     def compiled_seconds(self) -> float | None:

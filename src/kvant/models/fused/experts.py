@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvant.models.forward import ExpertBytes
 from kvant.models.fused.feed_forward import Apply, Dense, call_directly
 from kvant.models.fused.linear import Linear, Multiply
 from kvant.models.fused.routing import Routing, route
@@ -72,6 +73,15 @@ class Experts:
     @property
     def is_narrow(self) -> bool:
         return isinstance(self.gate_up[0], NarrowStack)
+
+    @property
+    def bytes(self) -> ExpertBytes:
+        """Bytes of both products and their biases."""
+        tensors = [one for one in (*self.gate_up, *self.down) if one is not None]
+        held = sum(
+            one.whole.num_bytes if isinstance(one, NarrowStack) else one.nbytes for one in tensors
+        )
+        return ExpertBytes(self.routing.num_experts, self.routing.top_k, held)
 
 
 class ExpertKernels(Protocol):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvant.attention.base import StepCall
 from kvant.kv.spec import KVPlan
+from kvant.models.forward import ExpertBytes
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.fused.decoder import FusedDecoder, fuse, gate, gates_of
 from kvant.models.fused.experts import Experts
@@ -119,6 +120,10 @@ class FewRowsDecoder:
     @property
     def own_weight_bytes(self) -> int:
         return 0
+
+    @property
+    def expert_bytes(self) -> tuple[ExpertBytes, ...]:
+        return self._fused.expert_bytes
 
     @property
     def compiled_seconds(self) -> float | None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvant.attention.base import StepCall
 from kvant.attention.hook import ATTENTION_NAME
 from kvant.kv.spec import KVPlan
-from kvant.models.forward import apply_head
+from kvant.models.forward import ExpertBytes, apply_head
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.invariant.linear import TiledLinear, prove_all
 from kvant.models.invariant.mode import Paused, RowByRow
@@ -54,6 +54,17 @@ class ModuleForward:
         return 0
 
     @property
+    def expert_bytes(self) -> tuple[ExpertBytes, ...]:
+        config = self._module.config.get_text_config(decoder=True)
+        top_k = getattr(config, "num_experts_per_tok", None)
+        if not top_k:
+            return ()
+        return tuple(
+            ExpertBytes(count, top_k, sum(one.nbytes for one in part.parameters(recurse=False)))
+            for part, count in _experts_in(self._module)
+        )
+
+    @property
     def compiled_seconds(self) -> float | None:
         return None
 
@@ -88,6 +99,16 @@ class ModuleForward:
             )
         logits = out.logits[0] if self._keeps_rows else out.logits[0, logits_index]
         return logits, tuple(taps[index] for index in layers)
+
+
+def _experts_in(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """Yields modules that hold all experts of a layer, transformers' or narrow ones, and their numbers."""
+    for part in module.modules():
+        count = getattr(part, "num_experts", None)
+        if isinstance(count, int) and hasattr(
+            part, "down_proj"
+        ):  # a router has a number of them too
+            yield part, count
 
 
 @contextmanager

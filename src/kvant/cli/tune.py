@@ -13,8 +13,6 @@ from kvant.cli.measuring import (
     DeviceOption,
     DtypeOption,
     ModelArgument,
-    RecentDtypeOption,
-    RecentOption,
     Restart,
     SinkOption,
     TextFile,
@@ -29,7 +27,11 @@ from kvant.plan.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvant.kv.dtype import KVDtype
+    from kvant.kv.request import AskedWide
     from kvant.measure.tuning.tune import Tuned
+
+RECENT = (48, 112, 240)
+"""Numbers of last tokens that layers may store wide by default. With 16 first ones they fill pages of 16."""
 
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?)?")
 
@@ -79,9 +81,24 @@ def tune(
             help="Uniform format to verify beside the policy; may be repeated. Default: all.",
         ),
     ] = None,
-    recent: RecentOption = 0,
+    recent: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--kv-recent-tokens",
+            min=0,
+            help="Last tokens that a layer may store wide too; may be repeated, 0 for none. Default: 0, and "
+            "48, 112 and 240 where they are at most a sixteenth of the sequence.",
+        ),
+    ] = None,
     sink: SinkOption = None,
-    recent_format: RecentDtypeOption = None,
+    recent_formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kv-recent-dtype",
+            metavar="F",
+            help="Format of these rows; may be repeated. Default: the model dtype.",
+        ),
+    ] = None,
     context: Annotated[int, typer.Option("--context", min=64, help="Tokens of a window.")] = 512,
     tokens: Annotated[
         int, typer.Option("--tokens", min=64, help="Tokens to measure each choice on.")
@@ -94,8 +111,8 @@ def tune(
         typer.Option(
             "--verify-context",
             min=64,
-            help="Tokens of a window of held-out text, and of the sequence whose wide rows are counted. "
-            "Default: --context.",
+            help="Tokens of the sequence whose bytes count, and of a window of held-out text. Default: "
+            "--context.",
         ),
     ] = None,
     dtype: DtypeOption = "auto",
@@ -124,7 +141,7 @@ def tune(
 
     candidates = _formats(formats)
     uniform = [parse_format(name, asked_by="--beside") for name in beside or ()]
-    rows = parse_wide_rows(sink, recent, recent_format)
+    rows = _rows(recent, sink, recent_formats, verify_context or context)
     llm = measured_llm(model, dtype, device)
     read = read_text(text, llm)
     lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)
@@ -132,8 +149,8 @@ def tune(
         "tune": 1,
         **measured_by(llm),
         "formats": [str(dtype) for dtype in candidates],
-        "windows": [lesson.measured.tolist(), lesson.held_out.tolist()],
-        **({} if rows is None else {"rows": [rows.sink, rows.recent, str(rows.format)]}),
+        "windows": [ids.tolist() for ids in (lesson.measured, lesson.whole, lesson.held_out)],
+        "rows": [one and [one.sink, one.recent, str(one.format)] for one in rows],
     }
     kept = kept_parts("tune", inputs, restart=restart)
     with progress(kept) as told:
@@ -170,6 +187,22 @@ def _budget(budget: str | None, max_kl: float | None) -> float | None:
     return float(found[1])
 
 
+def _rows(
+    recent: Sequence[int] | None, sink: int | None, formats: Sequence[str] | None, length: int
+) -> list[AskedWide | None]:
+    """Returns what a layer may store wide too. length: tokens of the sequence whose bytes count."""
+    from kvant.kv.wide import SINK_TOKENS
+
+    first = SINK_TOKENS if sink is None else sink
+    usual = (0, *(n for n in RECENT if n + first <= length // 16))
+    found: dict[AskedWide | None, None] = {}
+    for count in usual if recent is None else recent:
+        stored: Sequence[str | None] = (formats if count else None) or [None]
+        for name in stored:
+            found[parse_wide_rows(first if count else None, count, name)] = None
+    return list(found)
+
+
 def _formats(names: Sequence[str] | None) -> list[KVDtype]:
     """Returns the storage formats of a list of names. A pair K/V gives both formats."""
     from kvant.kv.dtype import KVDtype
@@ -194,13 +227,16 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
 
     from kvant.kv.format import Side
     from kvant.measure.tuning.policy_file import explain, name_of
+    from kvant.measure.tuning.tune import described
 
     console = Console()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("layer", "K", "V"):
+    wide = tuned.plan.has_wide_rows
+    for title in ("layer", "K", "V", *(("rows",) if wide else ())):
         table.add_column(title, no_wrap=True)
-    for index in sorted({place[0] for place in tuned.chosen.chosen}):
-        table.add_row(str(index), *(name_of(tuned, index, side) for side in Side))
+    for index, stored in sorted(tuned.chosen.chosen.items()):
+        rows = (described(stored.rows),) if wide else ()
+        table.add_row(str(index), *(name_of(tuned, index, side) for side in Side), *rows)
     console.print(table)
     console.print()
     dearest = max(
@@ -227,13 +263,23 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
         f"[dim]{body['model']} on {tuned.policy.figures.positions:,} positions that were held out; uniform "
         "formats without their wide ends; KL in nats[/]"
     )
-    if tuned.rows is not None:
+    if wide:
         console.print(f"[dim]bytes are those of a sequence of {tuned.length:,} tokens[/]")
-    if best is not None and best.figures.kld_mean > 0:
-        share = tuned.policy.figures.kld_mean / best.figures.kld_mean
+    narrow, equal = tuned.best_without_rows, tuned.as_good
+    for other, which in (
+        (best, ""),
+        (narrow if narrow is not best else None, " without wide rows"),
+    ):
+        if other is not None and other.figures.kld_mean > 0:
+            share = tuned.policy.figures.kld_mean / other.figures.kld_mean
+            console.print(
+                f"{share:.2f} times the KL divergence of {other.name} ({other.bytes_per_token:,} B/token), "
+                f"the best of these formats{which} within the policy's bytes"
+            )
+    if equal is not None:
+        fewer = 1 - tuned.policy.bytes_per_token / equal.bytes_per_token
         console.print(
-            f"{share:.2f} times the KL divergence of {best.name} ({best.bytes_per_token:,} B/token), the "
-            "best of these formats within the policy's bytes"
+            f"{fewer:.0%} fewer bytes than {equal.name}, the smallest of these formats that loses no more"
         )
     if save is None:
         console.print("[dim]nothing is written; --save FILE writes the policy[/]")

@@ -187,13 +187,17 @@ def sequences_that_fit(
 
 def bytes_per_token_at(plan: KVPlan, num_tokens: int) -> float:
     """Bytes per token of a sequence of this length: its rows, and its share of its wide rows' pages."""
-    wide = 0
-    for layer in plan.layers:
-        if layer.wide is not None and layer.wide_spec is not None:
-            rows = layer.wide
-            pages = most_pages(rows.recent, num_tokens, 1, plan.page_size, rows.sink)
-            wide += pages * plan.page_size * layer.wide_spec.bytes_per_token
+    wide = sum(wide_bytes_at(layer, plan.page_size, num_tokens) for layer in plan.layers)
     return plan.bytes_per_token + wide / num_tokens
+
+
+def wide_bytes_at(layer: LayerSpec, page_size: int, num_tokens: int) -> int:
+    """Bytes of the pages of a layer's wide rows for a sequence of this length; 0 without wide rows."""
+    if layer.wide is None or layer.wide_spec is None:
+        return 0
+    rows = layer.wide
+    pages = most_pages(rows.recent, num_tokens, 1, page_size, rows.sink)
+    return pages * page_size * layer.wide_spec.bytes_per_token
 
 
 def lay_out(

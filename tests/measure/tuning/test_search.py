@@ -31,7 +31,7 @@ problems = st.lists(st.lists(option, min_size=1, max_size=3), min_size=1, max_si
 )
 
 
-def everything(options: Options) -> list[Assignment]:
+def everything(options: Options) -> list[Assignment[Place, Option]]:
     return [
         Assignment(dict(zip(options, one, strict=True)))
         for one in itertools.product(*options.values())

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from kvant.cli.tune import _budget, _formats
+from kvant.cli.tune import _budget, _formats, _rows
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
-from kvant.kv.names import FormatRequest
+from kvant.kv.names import FormatRequest, parse_format
 from kvant.kv.policy import read_policy
 from kvant.kv.request import check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
+from kvant.measure.tuning.search import best_within, fewest_bytes
 from kvant.measure.tuning.tune import Tuner, divide_text
 from tests.engine import tiny_chat
 
@@ -49,7 +51,7 @@ def tuner(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Tuner:
 
 def test_a_format_that_another_beats_is_no_choice(tuner: Tuner) -> None:
     """Both 8-bit formats take the same bytes, and integers are exacter."""
-    options = tuner.options()
+    (options,) = tuner.options().values()
     assert set(options) == {(i, side) for i in range(len(tuner.wide.layers)) for side in Side}
     for found in options.values():
         assert [str(o.dtype) for o in found] == [
@@ -60,9 +62,10 @@ def test_a_format_that_another_beats_is_no_choice(tuner: Tuner) -> None:
 
 
 def test_costs_add_up_to_what_all_layers_cost_together(tuner: Tuner) -> None:
-    options = tuner.options()
+    (options,) = tuner.options().values()
     keys = {place: KVDtype.INT4_PER_TOKEN_HEAD for place in options if place[1] is Side.K}
-    together = tuner._means("check", {"keys": tuner.plan_of(keys)})["keys"]
+    key = Side.K, KVDtype.INT4_PER_TOKEN_HEAD, None
+    together = tuner._means("check", {key: tuner.plan_of(keys, {})}, tuner.lesson.measured)[key]
     assert sum(options[place][0].kl for place in keys) == pytest.approx(together, rel=1e-6)
 
 
@@ -78,7 +81,7 @@ def test_a_policy_of_mixed_formats_beats_the_uniform_one(tuner: Tuner, tmp_path:
     assert best.figures.kld_mean == min(
         one.figures.kld_mean for one in mixed.uniform if one.bits <= mixed.policy.bits
     )
-    stored = {str(o.dtype) for o in mixed.chosen.chosen.values()}
+    stored = {str(o.dtype) for one in mixed.chosen.chosen.values() for o in one.sides.values()}
     assert len(stored) > 1
 
     geometry = tuner.llm.planned.target.geometry
@@ -125,20 +128,22 @@ def test_wide_rows_are_measured_counted_and_written(tuner: Tuner, tmp_path: Path
     lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 64, 64, 256, 256)
     assert lesson.held_out.shape == (1, 256)
     beside = [FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)]
-    wide = Tuner(tuner.llm, lesson, FORMATS, Kept(tmp_path, {"rows": 16}), tuner.told, beside, rows)
+    parts = Kept(tmp_path, {"rows": 16})
+    wide = Tuner(tuner.llm, lesson, FORMATS, parts, tuner.told, beside, [rows])
     found = wide.for_bits(16.0)
     assert found.plan.has_wide_rows
     narrow = found.plan.bytes_per_token
-    assert narrow == found.chosen.bytes < found.policy.bytes_per_token
+    assert narrow < found.policy.bytes_per_token == round(found.chosen.bytes / 256)
     assert found.policy.bits <= 16.0
     alone, with_rows = found.uniform
     assert (alone.name, with_rows.name) == (
-        "int4_per_token_head", "int4_per_token_head, wide rows"
+        "int4_per_token_head", "int4_per_token_head, last 16 wide"
     )  # fmt: skip
     assert (
         with_rows.bytes_per_token - alone.bytes_per_token == found.policy.bytes_per_token - narrow
     )
     assert with_rows.figures.kld_mean < alone.figures.kld_mean
+    assert found.best_without_rows is alone
 
     geometry = tuner.llm.planned.target.geometry
     path = tmp_path / "policy.yaml"
@@ -153,6 +158,70 @@ def test_wide_rows_are_measured_counted_and_written(tuner: Tuner, tmp_path: Path
     with pytest.raises(BadValue, match="the narrowest policy has") as caught:
         wide.for_bits(16 * narrow / found.plan.bytes_per_token_16bit / 2)
     assert wide.for_bits(float(caught.value.ways_out[0].arguments[1].removesuffix("bits")))
+
+
+def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) -> None:
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 64, 64, 256, 256)
+    assert lesson.measured.shape == (1, 64)
+    assert lesson.whole.shape == lesson.held_out.shape == (1, 256), "step 1 reads what counts"
+    eight = parse_format("int8_per_token_head", asked_by="test")
+    rows = [
+        None,
+        ask_wide(16, 16, None, asked_by="test"),
+        ask_wide(16, 16, eight, asked_by="test"),
+    ]
+    beside = [FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)]
+    formats = [KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD]
+    free = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.told, beside, rows)
+    layers = free._layers(free.options())
+    fewest = fewest_bytes(layers).bytes
+    assert (
+        fewest
+        == free.plan_of({place: formats[0] for place in free.places()}, {}).bytes_per_token * 256
+    )
+    budgets = range(fewest, 2 * fewest, fewest // 40)
+    found, budget = next(
+        (one, budget)
+        for budget in budgets
+        if (one := best_within(layers, budget)) and len({o.rows for o in one.chosen.values()}) > 1
+    )
+    tuned = free.for_bits(16 * (budget + 0.5) / 256 / free.wide.bytes_per_token_16bit)
+    assert tuned.chosen == found
+    assert tuned.policy.bytes_per_token <= budget / 256
+    assert {one.name for one in tuned.uniform} == {
+        "int4_per_token_head", "int4_per_token_head, last 16 wide",
+        "int4_per_token_head, last 16 wide in int8_per_token_head",
+    }  # fmt: skip
+
+    geometry = tuner.llm.planned.target.geometry
+    path = tmp_path / "policy.yaml"
+    path.write_text(policy_text(tuned, geometry, "tiny", "kvant tune"))
+    loaded = LLM(
+        tuner.llm.model_path, dtype="float32", kv_cache_memory="1MiB", kv_cache_policy=path
+    )
+    assert loaded.plan.fingerprint == tuned.plan.fingerprint
+    body = report(tuned, geometry, "tiny")
+    assert body["wide_rows"] is None, "not the same everywhere"
+    assert {str(layer["wide_rows"]) for layer in body["layers"]} == {
+        str(one.rows and {"recent": 16, "sink": 16, "format": str(one.rows.format)})
+        for one in found.chosen.values()
+    }
+
+
+def test_wide_rows_to_choose_from_are_a_small_share_of_the_sequence() -> None:
+    def recent(*given: Any) -> list[int]:
+        return [0 if one is None else one.recent for one in _rows(*given)]
+
+    assert recent(None, None, None, 512) == [0]
+    assert recent(None, None, None, 2048) == [0, 48, 112]
+    assert recent(None, None, None, 8192) == [0, 48, 112, 240]
+    assert recent([0, 500], None, None, 64) == [0, 500]
+    every = _rows([0, 112], 4, ["model", "int8_per_token_head"], 512)
+    assert [one and (one.sink, one.recent, str(one.format)) for one in every] == [
+        None, (4, 112, "model"), (4, 112, "int8_per_token_head"),
+    ]  # fmt: skip
 
 
 def test_a_policy_for_another_model_is_refused(tuner: Tuner, tmp_path: Path) -> None:
@@ -185,8 +254,9 @@ def test_budgets_that_cannot_be_met_show_the_closest(tuner: Tuner, tmp_path: Pat
     way = caught.value.ways_out[0].arguments[1]
     assert tuner.for_bits(float(way.removesuffix("bits"))).policy.bits > 2
     narrow = Tuner(tuner.llm, tuner.lesson, FORMATS, tuner.kept, tuner.told)
-    options = {place: [o for o in found if o.kl > 0] for place, found in tuner.options().items()}
-    narrow.options = lambda: options  # type: ignore[method-assign]
+    (costs,) = tuner.options().values()
+    options = {place: [o for o in found if o.kl > 0] for place, found in costs.items()}
+    narrow.options = lambda: {None: options}  # type: ignore[method-assign]
     with pytest.raises(BadValue, match="--max-kl 0 cannot be met") as caught:
         narrow.for_kl(0.0)
     assert "the closest policy has a mean KL divergence of" in caught.value.why

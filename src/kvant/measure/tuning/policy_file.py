@@ -42,9 +42,9 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
     )
     if best is not None:
         said += f" ({best.name} in every layer: {best.figures.kld_mean:.3g})"
-    rows, length = tuned.rows, tuned.length
-    if rows is not None:
-        said += f". Bits are those of {length:,} tokens, with wide rows"
+    rows = tuned.rows
+    if tuned.plan.has_wide_rows:
+        said += f". Bits are those of {tuned.length:,} tokens, with wide rows"
     lines = [f"# {line}" for line in textwrap.wrap(said + ".", 110, break_on_hyphens=False)]
     lines += [
         "# After a rule: what each format adds to the KL divergence in that layer and side alone.",
@@ -53,19 +53,27 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
         f'  fingerprint: "{geometry.fingerprint}"',
     ]
     if rows is not None:
-        lines += [f"recent_tokens: {rows.recent}", f"sink_tokens: {rows.sink}"]
-        lines += [f"recent_dtype: {rows.format}"]
+        lines += [f"{key}: {value}" for key, value in _keys(rows).items()]
     lines += ["rules:"]
-    for index in sorted({place[0] for place in tuned.chosen.chosen}):
+    for index in sorted(tuned.chosen.chosen):
         k, v = (name_of(tuned, index, side) for side in Side)
         why = "; ".join(f"{s.value.upper()}: {explain(tuned.options[index, s])}" for s in Side)
-        lines.append(f'  - {{layers: "{index}", k: {k}, v: {v}}}  # {why}')
+        own = None if rows is not None else tuned.chosen.chosen[index].rows
+        more = "".join(f", {key}: {value}" for key, value in _keys(own).items()) if own else ""
+        lines.append(f'  - {{layers: "{index}", k: {k}, v: {v}{more}}}  # {why}')
     return "\n".join(lines) + "\n"
+
+
+def _keys(rows: AskedWide) -> dict[str, object]:
+    """Returns rows as the keys of a policy file."""
+    return {
+        "recent_tokens": rows.recent, "sink_tokens": rows.sink, "recent_dtype": rows.format,
+    }  # fmt: skip
 
 
 def name_of(tuned: Tuned, index: int, side: Side) -> str:
     """Returns the chosen format's name, or `model` for the model dtype, which is another for other models."""
-    chosen = tuned.chosen.chosen[index, side].dtype
+    chosen = tuned.chosen.chosen[index].sides[side].dtype
     wide = tuned.plan.compute_dtype.kv_dtype
     return str(Follow.MODEL) if chosen is wide else str(chosen)
 
@@ -80,10 +88,11 @@ def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
 
     `tokens` there is the length of a held-out window, for which bytes are counted.
     """
-    best = tuned.best_uniform
+    best, narrow, equal = tuned.best_uniform, tuned.best_without_rows, tuned.as_good
     layers = []
-    for index in sorted({place[0] for place in tuned.chosen.chosen}):
+    for index in sorted(tuned.chosen.chosen):
         entry: dict[str, Any] = {"layer": index, "name": geometry.layers[index].name}
+        entry["wide_rows"] = _rows(tuned.chosen.chosen[index].rows)
         for side in Side:
             entry[side.value] = {
                 "format": name_of(tuned, index, side),
@@ -99,6 +108,8 @@ def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
         "policy": _entry(tuned.policy),
         "uniform": {one.name: _entry(one) for one in tuned.uniform},
         "best_uniform": None if best is None else best.name,
+        "best_without_wide_rows": None if narrow is None else narrow.name,
+        "smallest_as_good": None if equal is None else equal.name,
         "layers": layers,
         "other_engines": other_engines(tuned, geometry),
     }
@@ -126,8 +137,8 @@ def other_engines(tuned: Tuned, geometry: ModelGeometry) -> dict[str, Any]:
     than in the policy. ModelOpt names an algorithm per layer.
     """
     pairs: dict[int, Pair] = {}
-    for index in sorted({place[0] for place in tuned.chosen.chosen}):
-        k, v = (tuned.chosen.chosen[index, side] for side in Side)
+    for index in sorted(tuned.chosen.chosen):
+        k, v = (tuned.chosen.chosen[index].sides[side] for side in Side)
         pairs[index] = k.dtype, v.dtype
     algos: Mapping[int, str | None] = {
         index: _MODELOPT.get((_about(k), _about(v))) for index, (k, v) in pairs.items()

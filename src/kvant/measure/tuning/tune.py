@@ -5,7 +5,9 @@
     3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
     4  the found policy and the best uniform formats, on text that no earlier step has read
 
-With wide rows (`kvant.kv.wide`), every plan of these steps stores them, and budgets count their pages.
+Steps 1 and 2 are done for every choice of wide rows (`kvant.kv.wide`), and each layer gets one of them. What
+wide rows bring depends on the length of a sequence. So step 1 reads a window as long as the sequence whose
+bytes count.
 
 Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
 """
@@ -27,9 +29,9 @@ from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
-from kvant.kv.groups import bytes_per_token_at
+from kvant.kv.groups import bytes_per_token_at, wide_bytes_at
 from kvant.kv.names import FormatRequest, whole_formats
-from kvant.kv.request import Asked, AskedWide, KVRequest, rules_for
+from kvant.kv.request import Asked, AskedWide, KVRequest, WideRule, parse_selectors, rules_for
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing, runner_of
 from kvant.measure.quality.compare import windows_at_once
@@ -39,6 +41,7 @@ from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
 from kvant.measure.quality.texts import Text, windows
 from kvant.measure.tuning.search import (
     Assignment,
+    LayerOption,
     Option,
     Place,
     best_within,
@@ -53,16 +56,23 @@ ROUNDS = 4
 """Maximum number of verifications for --max-kl, each with a new budget."""
 AT_ONCE = 8  # plans that read side by side; their results are kept as one part
 Told2 = Callable[[int, int], None]
+Rows = AskedWide | None
+"""Rows that a layer stores wide too; None for none."""
 Layers = Mapping[Place, KVDtype]
-Key = TypeVar("Key", tuple[Side, KVDtype], tuple[int, Side, KVDtype])
+Policy = Assignment[int, LayerOption]
+Key = TypeVar("Key", tuple[Side, KVDtype, Rows], tuple[int, Side, KVDtype, Rows])
 """What a plan stores in a narrow format: one side of every layer, or one side of one layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Windows [n, context] int64. measured: for steps 1 and 2; held_out: for step 4."""
+    """Windows [n, context] int64. measured: for step 2; whole: for step 1; held_out: for step 4.
+
+    whole: as long as those of held_out; `measured` if these are no longer.
+    """
 
     measured: Tensor
+    whole: Tensor
     held_out: Tensor
 
 
@@ -80,18 +90,21 @@ def divide_text(
     verify_context: of a held-out one, None for the same.
     """
     last = verify_context or context
-    first = -(-measured // context) * context
+    seen = -(-measured // context) * context
+    first = max(seen, last)
     rest = -(-held_out // last) * last
     if len(text.token_ids) < first + rest:
         sizes = context if last == context else f"{context} and {last}"
         raise BadValue(
             f"the text {text.name} is too short to tune on",
-            why=f"it has {len(text.token_ids)} tokens; {first + rest} are needed: {measured} to "
-            f"measure and {held_out} to verify, in windows of {sizes}",
+            why=f"it has {len(text.token_ids)} tokens; {first + rest} are needed: {first} to "
+            f"measure and {rest} to verify, in windows of {sizes}",
             ways_out=(WayOut("give a longer text", ("--text", "FILE")),),
         )
+    short = windows(text, llm, context, seen)[: seen // context]
     return Lesson(
-        windows(text, llm, context, first)[: first // context],
+        short,
+        windows(text, llm, last, last)[:1] if last > context else short,
         windows(text, llm, last, rest, begin=first)[: rest // last],
     )
 
@@ -100,7 +113,8 @@ def divide_text(
 class Verified:
     """A policy or a uniform format on held-out text. predicted: KL from the search, None for uniform formats.
 
-    bytes_per_token: of a sequence as long as a held-out window, on which the bytes of wide rows depend.
+    bytes_per_token: of a sequence as long as a held-out window, on which the bytes of wide rows depend. rows:
+    what a uniform format stores wide too.
     """
 
     name: str
@@ -108,28 +122,49 @@ class Verified:
     bits: float
     figures: Statistics
     predicted: float | None = None
+    rows: Rows = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
     """The result.
 
-    options: of every place, with measured costs. chosen: the policy's formats. policy, uniform: their figures
-    on held-out text. length: tokens of the sequence whose bytes count. rows: what the policy stores wide too.
+    options: of every place, with measured costs beside the wide rows of its layer. chosen: the policy by
+    layer. policy, uniform: figures on held-out text. length: tokens of the sequence whose bytes count.
     """
 
     options: Mapping[Place, Sequence[Option]]
-    chosen: Assignment
+    chosen: Policy
     plan: KVPlan
     policy: Verified
     uniform: tuple[Verified, ...]
     length: int
-    rows: AskedWide | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """Rows that all layers store wide too; None if there are none, or others in other layers."""
+        found = {option.rows for option in self.chosen.chosen.values()}
+        return found.pop() if len(found) == 1 else None
 
     @property
     def best_uniform(self) -> Verified | None:
         """The uniform format of least KL with no more bytes than the policy; None if there is none."""
-        within = [u for u in self.uniform if u.bytes_per_token <= self.policy.bytes_per_token]
+        return self._best(self.uniform)
+
+    @property
+    def best_without_rows(self) -> Verified | None:
+        """The same among those without wide rows."""
+        return self._best([one for one in self.uniform if one.rows is None])
+
+    @property
+    def as_good(self) -> Verified | None:
+        """The smallest uniform format with no more KL than the policy; None if there is none."""
+        most = self.policy.figures.kld_mean
+        found = [one for one in self.uniform if one.figures.kld_mean <= most]
+        return min(found, key=lambda one: one.bytes_per_token) if found else None
+
+    def _best(self, some: Sequence[Verified]) -> Verified | None:
+        within = [u for u in some if u.bytes_per_token <= self.policy.bytes_per_token]
         return min(within, key=lambda u: u.figures.kld_mean) if within else None
 
 
@@ -137,8 +172,8 @@ class Tuned:
 class Tuner:
     """Runs one tuning. llm: the model; its plan stores the model dtype. formats: candidates; empty for all.
 
-    beside: uniform formats to verify; empty for all. rows: what every plan stores wide too. Uniform formats
-    are verified with and without these rows.
+    beside: uniform formats to verify; empty for all. rows: what a layer may store wide too. Uniform formats
+    are verified without wide rows, and with each of `rows`.
     """
 
     llm: LLM
@@ -147,15 +182,20 @@ class Tuner:
     kept: Kept
     told: Told2
     beside: Sequence[FormatRequest] = ()
-    rows: AskedWide | None = None
+    rows: Sequence[Rows] = (None,)
 
     @property
     def wide(self) -> KVPlan:
         return plan_storing(self.llm, FormatRequest(Follow.MODEL, Follow.MODEL))
 
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence whose bytes count."""
+        return self.lesson.held_out.shape[1]
+
     def stored_bytes(self, plan: KVPlan) -> int:
-        """Returns bytes per token of a sequence as long as a held-out window, including wide rows."""
-        return round(bytes_per_token_at(plan, self.lesson.held_out.shape[1]))
+        """Returns bytes per token of a sequence of `length` tokens, including wide rows."""
+        return round(bytes_per_token_at(plan, self.length))
 
     def places(self) -> list[Place]:
         """Returns every stored side. Raises BadValue for MLA, whose single latent cannot be tuned yet."""
@@ -176,19 +216,19 @@ class Tuner:
 
         Raises BadValue before it measures, with the fewest possible bits, if none is that small.
         """
-        whole = self.wide.bytes_per_token_16bit
-        rows, least = self._fewest_bytes()
+        whole = self.wide.bytes_per_token_16bit * self.length
+        least = fewest_bytes(self._layers(self._free_of_cost())).bytes
         # A suggested number of bits may come out just below whole bytes.
-        budget = int(bits * whole / 16 + 1e-6) - rows
+        budget = int(bits * whole / 16 + 1e-6 * self.length)
         if budget < least:
-            fewest = 16 * (least + rows) / whole
+            fewest = 16 * least / whole
             raise BadValue(
                 f"--budget {bits:g}bits cannot be met",
                 why=f"the narrowest policy has {fewest:.2f} bits per value",
                 ways_out=(WayOut("take the narrowest", ("--budget", f"{_up(fewest)}bits")),),
             )
         options = self.options()
-        found = best_within(options, budget)
+        found = best_within(self._layers(options), budget)
         assert found is not None, "the narrowest formats are among the options"
         return self.beside_uniform(self._verified(options, found))
 
@@ -198,16 +238,17 @@ class Tuner:
         Raises BadValue, with the closest policy found, if none is that good.
         """
         options, aim = self.options(), most
+        layers = self._layers(options)
         closest: Tuned | None = None
         for _ in range(ROUNDS):
-            found = smallest_under(options, aim) or least_kl(options)
+            found = smallest_under(layers, aim) or least_kl(layers)
             tuned = self._verified(options, found)
             measured = tuned.policy.figures.kld_mean
             if closest is None or measured < closest.policy.figures.kld_mean:
                 closest = tuned
             if measured <= most:
                 return self.beside_uniform(tuned)
-            if found.bytes >= least_kl(options).bytes:
+            if found.bytes >= least_kl(layers).bytes:
                 break
             aim = found.kl * most / measured * 0.95
         assert closest is not None
@@ -221,57 +262,110 @@ class Tuner:
 
     # -- measuring -----------------------------------------------------------------------------
 
-    def options(self) -> dict[Place, list[Option]]:
-        """Returns the candidates of every place, with costs.
+    def options(self) -> dict[Rows, dict[Place, list[Option]]]:
+        """Returns the candidates of every place, with costs, for each choice of wide rows.
 
         Formats that another beats everywhere are left out.
         """
-        places = self.places()
-        uniform = self._uniform_sides()
-        kept = {side: self._front(side, uniform[side]) for side in Side}
-        alone = self._one_by_one(places, kept)
-        wide = self.wide
-        options: dict[Place, list[Option]] = {}
-        for index, side in places:
-            spec = wide.layers[index]
-            choice = spec.k if side is Side.K else spec.v
-            assert choice is not None
-            found = [Option(choice.dtype, self._bytes(index, side, choice.dtype), 0.0)]
-            for dtype in kept[side]:
-                total = sum(alone[i, s, dtype] for i, s in places if s is side)
-                scale = uniform[side][dtype] / total if total > 0 else 1.0
-                cost = alone[index, side, dtype] * scale
-                found.append(Option(dtype, self._bytes(index, side, dtype), cost))
-            options[index, side] = not_beaten(found)
+        uniform = self._means("uniform", self._narrow_plans, self.lesson.whole)
+        kept = {
+            (side, rows): self._front(
+                side, {d: kl for (s, d, r), kl in uniform.items() if s is side and r == rows}
+            )
+            for side in Side
+            for rows in self.rows
+        }
+        alone = self._means("alone", self._plans_of_one_layer(kept), self.lesson.measured)
+        options: dict[Rows, dict[Place, list[Option]]] = {}
+        for rows in self.rows:
+            options[rows] = {}
+            for index, side in self.places():
+                found = [self._model_dtype(index, side)]
+                for dtype in kept[side, rows]:
+                    total = sum(alone[i, s, dtype, rows] for i, s in self.places() if s is side)
+                    scale = uniform[side, dtype, rows] / total if total > 0 else 1.0
+                    cost = alone[index, side, dtype, rows] * scale
+                    found.append(Option(dtype, self._bytes(index, side, dtype), cost))
+                options[rows][index, side] = not_beaten(found)
         return options
+
+    def _model_dtype(self, index: int, side: Side) -> Option:
+        spec = self.wide.layers[index]
+        choice = spec.k if side is Side.K else spec.v
+        assert choice is not None
+        return Option(choice.dtype, self._bytes(index, side, choice.dtype), 0.0)
+
+    def _free_of_cost(self) -> dict[Rows, dict[Place, list[Option]]]:
+        """Returns all candidates without measuring any."""
+        return {
+            rows: {
+                (index, side): [
+                    self._model_dtype(index, side),
+                    *(
+                        Option(d, self._bytes(index, side, d), 0.0)
+                        for s, d, r in self._narrow_plans
+                        if s is side and r == rows
+                    ),
+                ]
+                for index, side in self.places()
+            }
+            for rows in self.rows
+        }
+
+    def _layers(
+        self, options: Mapping[Rows, Mapping[Place, Sequence[Option]]]
+    ) -> dict[int, list[LayerOption]]:
+        """Returns the ways to store each layer, without ways that another one beats."""
+        found: dict[int, list[LayerOption]] = {index: [] for index, _ in self.places()}
+        for rows, places in options.items():
+            for index in found:
+                for k in places[index, Side.K]:
+                    for v in places[index, Side.V]:
+                        size = self._wide_bytes(index, k.dtype, v.dtype, rows)
+                        if size is not None:
+                            sides = {Side.K: k, Side.V: v}
+                            found[index].append(LayerOption(sides, rows, size))
+        return {index: not_beaten(ways) for index, ways in found.items()}
 
     def _bytes(self, index: int, side: Side, dtype: KVDtype) -> int:
         g = self.wide.layers[index].geometry
         head_dim = g.head_dim_k if side is Side.K else g.head_dim_v
-        return g.num_kv_heads * dtype.format.row_bytes(head_dim)
+        return g.num_kv_heads * dtype.format.row_bytes(head_dim) * self.length
 
-    def _fewest_bytes(self) -> tuple[int, int]:
-        """Returns bytes per token: of wide rows, an upper bound, and the fewest of all else."""
-        narrow = {
-            place: [
-                Option(d, self._bytes(*place, d), 0.0)
-                for s, d in self._narrow_plans
-                if s is place[1]
-            ]
-            for place in self.places()
-        }
-        plan = self._plan_of(
-            fewest_bytes({place: found for place, found in narrow.items() if found})
-        )
-        return self.stored_bytes(plan) - plan.bytes_per_token, plan.bytes_per_token
+    def _wide_bytes(self, index: int, k: KVDtype, v: KVDtype, rows: Rows) -> int | None:
+        """Returns the bytes of a layer's wide rows; None if they would be narrower than the layer's own."""
+        if rows is None:
+            return 0
+        spec = self._with_rows[rows].layers[index]
+        if spec.wide is None:
+            return 0
+        more = [
+            dtype.format.bits - wide.dtype.format.bits
+            for dtype, wide in ((k, spec.wide.k), (v, spec.wide.v))
+        ]
+        if min(more) >= 0:
+            return 0  # such a layer keeps one form
+        return None if max(more) > 0 else wide_bytes_at(spec, self.wide.page_size, self.length)
 
     @cached_property
-    def _narrow_plans(self) -> dict[tuple[Side, KVDtype], KVPlan]:
+    def _with_rows(self) -> dict[AskedWide, KVPlan]:
+        """Returns plans in which every layer that can have them has wide rows."""
+        side, dtype, _ = min(self._narrow_plans, key=lambda key: key[1].format.bits)
+        places = {place: dtype for place in self.places() if place[1] is side}
+        every = {index for index, _ in self.places()}
+        return {
+            rows: self.plan_of(places, dict.fromkeys(every, rows))
+            for rows in self.rows
+            if rows is not None
+        }
+
+    @cached_property
+    def _narrow_plans(self) -> dict[tuple[Side, KVDtype, Rows], KVPlan]:
         """Returns plans that store all layers' keys, or all values, in one candidate and the rest wide.
 
         Raises BadValue if none is narrower than the model dtype.
         """
-        plans: dict[tuple[Side, KVDtype], KVPlan] = {}
+        plans: dict[tuple[Side, KVDtype, Rows], KVPlan] = {}
         refused: list[str] = []
         places = self.places()
         for side in Side:
@@ -279,50 +373,47 @@ class Tuner:
                 if self.formats and dtype not in self.formats:
                     continue
                 layers = {place: dtype for place in places if place[1] is side}
-                try:
-                    plan = self.plan_of(layers)
-                except ConfigError as fault:
-                    refused.append(f"{dtype}: {fault.why or fault.what}")
-                    continue
-                if plan.bytes_per_token < self.wide.bytes_per_token:
-                    plans[side, dtype] = plan
+                for rows in self.rows:
+                    every = {index: _of_side(rows, side) for index, _ in places}
+                    try:
+                        plan = self.plan_of(layers, every)
+                    except ConfigError as fault:
+                        refused.append(f"{dtype}: {fault.why or fault.what}")
+                        continue
+                    if plan.bytes_per_token < self.wide.bytes_per_token:
+                        plans[side, dtype, rows] = plan
         if not plans:
             raise BadValue(
                 "no format is narrower than the model dtype and served here",
-                why="; ".join(refused) or "every named format is as wide",
+                why="; ".join(dict.fromkeys(refused)) or "every named format is as wide",
             )
         return plans
-
-    def _uniform_sides(self) -> dict[Side, dict[KVDtype, float]]:
-        """Returns the mean KL with all layers' keys, or all values, in one format and the rest wide."""
-        kl: dict[Side, dict[KVDtype, float]] = {side: {} for side in Side}
-        for (side, dtype), mean in self._means("uniform", self._narrow_plans).items():
-            kl[side][dtype] = mean
-        return kl
 
     def _front(self, side: Side, uniform: Mapping[KVDtype, float]) -> list[KVDtype]:
         index = self.places()[0][0]
         options = [Option(d, self._bytes(index, side, d), kl) for d, kl in uniform.items()]
         return [option.dtype for option in not_beaten(options)]
 
-    def _one_by_one(
-        self, places: Sequence[Place], kept: Mapping[Side, Sequence[KVDtype]]
-    ) -> dict[tuple[int, Side, KVDtype], float]:
-        plans = {
-            (index, side, dtype): self.plan_of({(index, side): dtype})
-            for index, side in places
-            for dtype in kept[side]
+    def _plans_of_one_layer(
+        self, kept: Mapping[tuple[Side, Rows], Sequence[KVDtype]]
+    ) -> dict[tuple[int, Side, KVDtype, Rows], KVPlan]:
+        return {
+            (index, side, dtype, rows): self.plan_of(
+                {(index, side): dtype}, {index: _of_side(rows, side)}
+            )
+            for index, side in self.places()
+            for rows in self.rows
+            for dtype in kept[side, rows]
         }
-        return self._means("alone", plans)
 
-    def _means(self, what: str, plans: Mapping[Key, KVPlan]) -> dict[Key, float]:
-        """Returns the mean KL of every plan over the measured windows."""
+    def _means(self, what: str, plans: Mapping[Key, KVPlan], ids: Tensor) -> dict[Key, float]:
+        """Returns the mean KL of every plan over windows ids [n, context]."""
         keys = {_label(key): key for key in plans}
         names = list(keys)
         parts = []
         for start in range(0, len(names), AT_ONCE):
             some = {name: plans[keys[name]] for name in names[start : start + AT_ONCE]}
-            parts += self._comparisons(f"{what}-{start}", some, self.lesson.measured)
+            parts += self._comparisons(f"{what}-{start}", some, ids)
         kl: dict[str, list[float]] = {}
         for arrays in run_parts(parts, self.kept, self.told).values():
             for name, one in unpack(arrays).items():
@@ -340,33 +431,43 @@ class Tuner:
 
     # -- verifying -----------------------------------------------------------------------------
 
-    def _verified(self, options: Mapping[Place, Sequence[Option]], chosen: Assignment) -> Tuned:
+    def _verified(
+        self, options: Mapping[Rows, Mapping[Place, Sequence[Option]]], chosen: Policy
+    ) -> Tuned:
         """Measures the policy on held-out text, without uniform formats."""
-        plan = self._plan_of(chosen)
-        assert plan.bytes_per_token == chosen.bytes, "the search counts what the plan stores"
-        (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": plan})
+        plan = self.plan_of(
+            {(i, s): o.dtype for i, one in chosen.chosen.items() for s, o in one.sides.items()},
+            {index: one.rows for index, one in chosen.chosen.items()},
+        )
+        counted = round(bytes_per_token_at(plan, self.length) * self.length)
+        assert counted == chosen.bytes, "the search counts what the plan stores"
+        (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": (plan, None)})
         policy = replace(policy, predicted=chosen.kl)
-        length = self.lesson.held_out.shape[1]
-        return Tuned(options, chosen, plan, policy, (), length, self.rows)
+        beside = {
+            (index, side): options[one.rows][index, side]
+            for index, one in chosen.chosen.items()
+            for side in Side
+        }
+        return Tuned(beside, chosen, plan, policy, (), self.length)
 
     def beside_uniform(self, tuned: Tuned) -> Tuned:
         """Adds uniform formats of up to twice the policy's bytes, measured on the same text."""
-        plans = {}
+        plans: dict[str, tuple[KVPlan, Rows]] = {}
         most = 2 * tuned.policy.bytes_per_token
         for one in self.beside or whole_formats():
-            ways = {str(one): None, **({f"{one}, wide rows": self.rows} if self.rows else {})}
-            for name, rows in ways.items():
+            for rows in dict.fromkeys((None, *self.rows)):
                 with contextlib.suppress(ConfigError):
                     plan = plan_of_uniform(self.llm, one, rows)
-                    if self.stored_bytes(plan) <= most:
-                        plans[name] = plan
+                    if self.stored_bytes(plan) <= most and plan.has_wide_rows is (rows is not None):
+                        plans[", ".join(filter(None, (str(one), described(rows))))] = plan, rows
         if not plans:
             return tuned
         digest = hashlib.sha256(" ".join(plans).encode()).hexdigest()[:12]
         return replace(tuned, uniform=tuple(self._on_held_out(digest, plans)))
 
-    def _on_held_out(self, label: str, plans: Mapping[str, KVPlan]) -> list[Verified]:
-        parts = self._comparisons(f"verified-{label}", plans, self.lesson.held_out)
+    def _on_held_out(self, label: str, plans: Mapping[str, tuple[KVPlan, Rows]]) -> list[Verified]:
+        stored = {name: plan for name, (plan, _) in plans.items()}
+        parts = self._comparisons(f"verified-{label}", stored, self.lesson.held_out)
         found = [unpack(part) for part in run_parts(parts, self.kept, self.told).values()]
         return [
             Verified(
@@ -374,17 +475,24 @@ class Tuner:
                 self.stored_bytes(plan),
                 16 * self.stored_bytes(plan) / plan.bytes_per_token_16bit,
                 statistics_of(join([batch[name].prefill for batch in found])),
+                rows=rows,
             )
-            for name, plan in plans.items()
+            for name, (plan, rows) in plans.items()
         ]
 
-    def _plan_of(self, chosen: Assignment) -> KVPlan:
-        return self.plan_of({place: option.dtype for place, option in chosen.chosen.items()})
+    def plan_of(self, layers: Layers, rows: Mapping[int, Rows]) -> KVPlan:
+        """Returns the plan that stores these formats in these places, and the model dtype elsewhere.
 
-    def plan_of(self, layers: Layers) -> KVPlan:
-        """Returns the plan that stores these formats in these places, and the model dtype elsewhere."""
+        rows: what layers store wide too, by index.
+        """
         asked = Asked(FormatRequest(Follow.MODEL, Follow.MODEL), "kvant tune")
-        request = KVRequest(explicit=(asked,), format_defaults=False, wide=self.rows)
+        rules = tuple(
+            WideRule(selector, one, "kvant tune")
+            for index, one in rows.items()
+            if one is not None
+            for selector in parse_selectors(str(index), asked_by="kvant tune")
+        )
+        request = KVRequest(explicit=(asked,), format_defaults=False, wide_rules=rules)
         for (index, side), dtype in layers.items():
             sides = (dtype, None) if side is Side.K else (None, dtype)
             request = request.merged(rules_for(str(index), *sides, asked_by="kvant tune"))
@@ -403,9 +511,29 @@ def _candidates(side: Side) -> list[KVDtype]:
     return [d for d in KVDtype if d in found or (side is Side.K and d.format.takes_rounding)]
 
 
-def _label(key: tuple[int | Side | KVDtype, ...]) -> str:
-    """Returns the name of a plan in the parts on disk, such as `3 k nvfp4`."""
-    return " ".join(part.value if isinstance(part, Side) else str(part) for part in key)
+def described(rows: Rows) -> str:
+    """Returns `last 112 wide`, say; nothing for no rows."""
+    if rows is None:
+        return ""
+    stored = (
+        "" if rows.format == FormatRequest(Follow.MODEL, Follow.MODEL) else f" in {rows.format}"
+    )
+    return f"last {rows.recent} wide{stored}"
+
+
+def _of_side(rows: Rows, side: Side) -> Rows:
+    """Returns rows whose other side is in the model dtype, so that only this side loses anything."""
+    if rows is None:
+        return None
+    stored = rows.format
+    k, v = (stored.k, Follow.MODEL) if side is Side.K else (Follow.MODEL, stored.v)
+    return replace(rows, format=FormatRequest(k, v))
+
+
+def _label(key: tuple[Side, KVDtype, Rows] | tuple[int, Side, KVDtype, Rows]) -> str:
+    """Returns the name of a plan in the parts on disk, such as `3 k nvfp4 last 112 wide`."""
+    words = (part.value if isinstance(part, Side) else str(part) for part in key[:-1])
+    return " ".join(filter(None, (*words, described(key[-1]))))
 
 
 def _up(value: float, digits: int = 2) -> float:

@@ -347,6 +347,8 @@ def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:
     for shape, least in beside_vllm.SHAPES.items():
         ours = data[f"Kvant's {shape}"]
         for load, seconds in beside_vllm.both(data[f"vLLM's {shape}"], ours).items():
+            if load in beside_vllm.UNLIKE.get(shape, ()):
+                continue
             ratio = min(seconds[0]) / min(seconds[1])
             what = f"{shape}, {load.replace('x', ' x ')}, over vLLM"
             yield Goal(what, ratio, least, "x", "throughput", ours, least=True)

@@ -226,6 +226,7 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
 #pragma unroll
             for (int d = 0; d < DEEP; d++) {
                 const u8* tile = slot + d * TILE;
+                const Place block_at = x_at + place * beside_place(0, X_ROOM);
                 Fine fine[RT][2];
 #pragma unroll
                 for (int i = 0; i < RT; i++) {
@@ -272,7 +273,7 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
                     begin_wide();
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const Place at = beside_place(x_at, place * X_ROOM + 1024 * NT * c + 32 * j);
+                        const Place at = beside_place(block_at, 1024 * NT * c + 32 * j);
 #pragma unroll
                         for (int i = 0; i < RT; i++) multiply_wide(part[i], a[j][i], at, !PARTS || c || j);
                     }
@@ -413,10 +414,27 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
         __threadfence();
 #pragma unroll
         for (int r = 0; r < REGISTERS; r++) acc[r / (4 * NT)][r / 4 % NT][r % 4] = 0;
-        for (int s = 0; s < shares; s++) {
+        // Several parts are on their way at a time: a thread waits for memory once, not once for each.
+        constexpr int AT_ONCE = REGISTERS < 64 ? 64 / REGISTERS : 1;
+#pragma unroll 1
+        for (int first = 0; first < shares; first += AT_ONCE) {
+            const float* from = own + (i64)first * (REGISTERS * WARPS * 32);
+            float found[AT_ONCE][REGISTERS];
 #pragma unroll
-            for (int r = 0; r < REGISTERS; r++) {
-                acc[r / (4 * NT)][r / 4 % NT][r % 4] += load_fresh(own + (i64)(s * REGISTERS + r) * (WARPS * 32));
+            for (int s = 0; s < AT_ONCE; s++) {
+                if (first + s < shares) {
+#pragma unroll
+                    for (int r = 0; r < REGISTERS; r++) {
+                        found[s][r] = load_fresh(from + (s * REGISTERS + r) * (WARPS * 32));
+                    }
+                }
+            }
+#pragma unroll
+            for (int s = 0; s < AT_ONCE; s++) {
+#pragma unroll
+                for (int r = 0; r < REGISTERS; r++) {
+                    if (first + s < shares) acc[r / (4 * NT)][r / 4 % NT][r % 4] += found[s][r];
+                }
             }
         }
     }

@@ -117,6 +117,21 @@ def test_rows_that_warps_share(fmt: WeightFormat) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_subnormal_weights_count_beside_numbers_of_any_size(size: float) -> None:
+    if not few_rows.serves(FP8_CHANNEL, 256, 1280):
+        pytest.skip("this GPU has other kernels")
+    torch.manual_seed(0)
+    weight = encode(torch.randn(256, 1280, device="cuda"), FP8_CHANNEL)
+    codes = torch.randint(0, 16, (256, 1280), device="cuda")
+    weight.codes.view(torch.uint8).copy_((codes % 8 + codes // 8 * 128).to(torch.uint8))
+    x = (torch.randn(32, 1280, device="cuda") * size).bfloat16()
+    expected = x.double() @ decode(weight, torch.float64).T
+    found = wide_rows.multiply(x, weight, None, wide_rows.Cut(1, 4, 2, 4, 2)).out.double()
+    assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.summary.replace(" ", "-"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_by_wide_instructions(fmt: WeightFormat, dtype: torch.dtype) -> None:

@@ -58,6 +58,14 @@ def silu_gated(both: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def subnormal(rows: int, columns: int) -> NarrowWeight:
+    """A weight of fp8 whose codes are all subnormal numbers or zeros."""
+    weight = encode(torch.randn(rows, columns), FP8_CHANNEL)
+    codes = torch.arange(rows * columns).reshape(rows, columns) * 7 % 16
+    weight.codes.view(torch.uint8).copy_((codes % 8 + codes // 8 * 128).to(torch.uint8))
+    return weight
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
@@ -147,6 +155,15 @@ def test_rows_by_wide_instructions(
     around = Around(act=Act.SILU if gated else None)
     found = multiply_wide(tmp_path, x, weight, bias, cut, around, wide_rows.NOTHING).out
     close(found, product(x, weight, bias, gated=gated))
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e6])
+def test_subnormal_weights_count_beside_numbers_of_any_size(size: float, tmp_path: Path) -> None:
+    weight = subnormal(128, 640)
+    x = (torch.randn(9, 640) * size).bfloat16()
+    cut = Cut(1, 4, 2, 2, 2)
+    found = multiply_wide(tmp_path, x, weight, None, cut, Around(), wide_rows.NOTHING).out
+    close(found, x.double() @ exact(weight).T)
 
 
 @pytest.mark.parametrize(

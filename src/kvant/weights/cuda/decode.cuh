@@ -8,6 +8,9 @@ typedef long long i64;
 #ifndef APART
 #define APART 0
 #endif
+#ifndef RAISED
+#define RAISED 0
+#endif
 #define OPERAND_BFLOAT16 (BFLOAT16 && (!ONE || CODE == 3))
 #if OPERAND_BFLOAT16
 #define KIND "bf16"
@@ -126,14 +129,15 @@ struct Fine {
 
 // Words of codes to pairs of numbers: a word of 8-bit codes gives columns (0, 1) and (2, 3); a word of
 // 4-bit codes gives (0, 2) and (1, 3) of low halves (HIGH 0) or of high halves, with NEIGHBOURS (0, 1) and (2, 3).
-// APART: 8-bit codes give (0, 2) and (1, 3), too.
+// APART: 8-bit codes give (0, 2) and (1, 3), too. RAISED: e4m3 gives numbers times 2^-120, subnormal ones included; the
+// other operand and the result then make up for that.
 template <int HIGH>
 __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u32& second) {
 #if CODE == 0 && OPERAND_BFLOAT16 && APART
     const u32 a = (word << 8 & 0x80008000u) | (word << 4 & 0x07f007f0u);
     const u32 b = (word & 0x80008000u) | (word >> 4 & 0x07f007f0u);
-    first = fma2(a, 0x7b807b80u, 0x80008000u);  // times 2^120
-    second = fma2(b, 0x7b807b80u, 0x80008000u);
+    first = RAISED ? a : fma2(a, 0x7b807b80u, 0x80008000u);  // times 2^120
+    second = RAISED ? b : fma2(b, 0x7b807b80u, 0x80008000u);
 #elif CODE == 0 && OPERAND_BFLOAT16
     u32 a = __byte_perm(word, 0, 0x1404), b = __byte_perm(word, 0, 0x3424);
     a = (a & 0x80008000u) | ((a & 0x7f007f00u) >> 4);

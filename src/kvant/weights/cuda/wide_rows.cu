@@ -13,7 +13,7 @@
 // stored, too, and the sum of its squares.
 //
 // The other macros are those of few_rows.cu. SPLIT: there are several parts. DEEP: how many blocks of a row are read
-// in one piece. RESIDENT: programs that must fit a multiprocessor's registers. APART: see decode.cuh.
+// in one piece. RESIDENT: programs that must fit a multiprocessor's registers. APART, RAISED: see decode.cuh.
 
 #define X_ROOM (NT * 2048)
 #define TILE_CODES (RT * PIECES * 1024)
@@ -194,6 +194,7 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
             for (int h = 0; h < 2; h++) {
                 const int row = base_row(i, h) + g;
                 scale_of_row[i][h] = SCALES == 0 ? scale_of(scales + (i64)row * SCALE_BYTES, 0) : 1.0f;
+                if (RAISED) scale_of_row[i][h] *= 0x1p56f;  // 2^120 / 2^64
                 bias_of_row[i][h] = BIAS ? number(bias[row]) : 0.0f;
             }
         }
@@ -340,8 +341,12 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
 #pragma unroll
             for (int i = 0; i < TASKS; i++) {
 #if APART
-                const u32 words[4] = {__byte_perm(v[i].x, v[i].y, 0x5410), __byte_perm(v[i].x, v[i].y, 0x7632),
-                                      __byte_perm(v[i].z, v[i].w, 0x5410), __byte_perm(v[i].z, v[i].w, 0x7632)};
+                u32 words[4] = {__byte_perm(v[i].x, v[i].y, 0x5410), __byte_perm(v[i].x, v[i].y, 0x7632),
+                                __byte_perm(v[i].z, v[i].w, 0x5410), __byte_perm(v[i].z, v[i].w, 0x7632)};
+#if RAISED
+#pragma unroll
+                for (int k = 0; k < 4; k++) words[k] = fma2(words[k], 0x5f805f80u, 0x80008000u);  // times 2^64
+#endif
 #else
                 const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #endif

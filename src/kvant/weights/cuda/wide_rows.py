@@ -125,6 +125,7 @@ def defines(
     return {
         **made, "XS": cut.ahead, "DEEP": cut.deep,
         "RESIDENT": cut.resident, "SPLIT": int(cut.parts > 1), "APART": int(not neighbours),
+        "RAISED": int(fmt.code is Code.E4M3 and not neighbours),
         "NORM": int(around.norm), "WEIGHTED": int(around.weighted) * (2 if around.plus else 1),
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from statistics import median
@@ -141,7 +141,6 @@ class _Bench:
             paths["many"] = many
         if sweep:
             paths |= self._tiles(tokens, single, few, many)
-            paths |= self._copies(tokens, x, choices)
         expected, picked = self._expected(x, choices[0], layers[0])
         found_rows: list[dict[str, Any]] = []
         for name, path in paths.items():
@@ -195,16 +194,14 @@ class _Bench:
                 one_name = f"{many_tile.pairs}x{many_tile.rows}x{many_tile.depth}"
                 name = f"many {one_name} s{many_tile.stages} w{many_tile.warps}"
                 found[name] = partial(many, tiles=(many_tile, many_tile))
+            for copied in _copied_tiles(tokens):
+                sides = (
+                    f"{one.rows}x{one.depth} s{one.stages} w{one.warps} p{one.programs}"
+                    + (" weight first" if one.weight_first else "")
+                    for one in (copied.up, copied.down)
+                )
+                found[f"copied {copied.pairs} {', '.join(sides)}"] = partial(many, tiles=copied)
         return found
-
-    def _copies(self, tokens: int, x: Any, choices: Any) -> dict[str, Callable[[int], Any]]:
-        from benchmarks.expert_copies import Copied, multiply, ways
-
-        def run(i: int, how: Copied) -> Any:
-            parts = multiply(self.kernels, x, choices[i], self.layers[i], how)
-            return self.kernels.combine(parts, x)
-
-        return {str(how): partial(run, how=how) for how in ways(tokens)} if tokens >= 256 else {}
 
     def _torch(self, x: Any, choice: Any, layer: Any) -> Any:
         """Computes both products with torch's grouped product, including sort, activation and sum."""
@@ -238,6 +235,29 @@ class _Bench:
                 total = total + weight * (layer.down[0][expert].double() @ (F.silu(gate) * up))
             found.append(total)
         return torch.stack(found), rows
+
+
+def _copied_tiles(tokens: int) -> list[Any]:
+    """Returns tiles of weights that the tensor memory accelerator copies."""
+    from kvant.models.fused.resident_experts import CopiedTile, CopiedTiles
+
+    if tokens >= 2048:
+        return [
+            CopiedTiles(
+                128, CopiedTile(128, stages=up, programs=programs), CopiedTile(256, stages=down)
+            )
+            for up, down, programs in ((3, 3, 0), (4, 4, 0), (3, 3, 1))
+        ]
+    first = CopiedTile(128, stages=4, weight_first=True)
+    beside = CopiedTile(64, stages=4, warps=4, programs=2)
+    return [
+        CopiedTiles(64, first, first),
+        CopiedTiles(64, first, replace(first, rows=256, stages=3)),
+        CopiedTiles(64, beside, replace(beside, rows=128)),
+        CopiedTiles(
+            64, replace(beside, weight_first=True), replace(beside, rows=128, weight_first=True)
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvant.models.fused import triton_experts
 from kvant.models.fused.experts import Clamp, Experts, GateOrder
@@ -52,7 +53,7 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     arguments |= {name: options.pop(name) for name in names if name in options}
     constant = {p.name for p in kernel.params if p.is_constexpr}
     constant |= {name for name, value in arguments.items() if value is None}
-    types = {n: "constexpr" if n in constant else type_of(arguments[n]) for n in names}
+    types = {n: "constexpr" if n in constant else _type_of(arguments[n]) for n in names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
@@ -69,6 +70,12 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     assert made.asm["cubin"]
     assert shared <= MOST_SHARED, (kernel.fn.__name__, shared)
     print(kernel.fn.__name__, shared, flush=True)
+
+
+def _type_of(value: object) -> str:
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<bf16[{','.join(map(str, value.block_shape))}]>"
+    return type_of(value)
 
 
 def _is_aligned(value: object, kind: str) -> bool:
@@ -203,7 +210,7 @@ if __name__ == "__main__":
     _sums_of_ranks()
     made = TritonExperts(torch.device("cpu"))
     made._options = {"AHEAD": True, "launch_pdl": True}
-    made._processors, made._shared_bytes = 132, MOST_SHARED
+    made._processors, made._shared_bytes, made._copies_tiles = 132, MOST_SHARED, True
     gpt_oss = Routing(32, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True)
     layers = (
         _layer(Routing(128, 8, rounded=True), 2048, 768, GateOrder.HALVES, None),
@@ -212,7 +219,7 @@ if __name__ == "__main__":
     _narrow_experts(made, *layers)
     for layer in layers:
         hidden, count = layer.down[0].shape[1], layer.routing.num_experts
-        for tokens in (1, 8, 32, 1024):
+        for tokens in (1, 8, 32, 1024, 8192):
             x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta")
             logits = torch.empty(tokens, count, dtype=torch.bfloat16, device="meta")
             made.apply(x, logits, layer)

@@ -48,6 +48,12 @@ def launches_ahead(device: torch.device) -> bool:
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@cache
+def has_tile_copies(device: torch.device) -> bool:
+    """Whether kernels are measured that copy tiles with the tensor memory accelerator: Hopper."""
+    return is_nvidia(device) and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def has_ptx(device: torch.device) -> bool:
     """Whether inline PTX can convert e4m3: NVIDIA, sm_89 and later."""
     return is_nvidia(device) and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from kvant.kernels.triton.device import (
     has_ptx,
+    has_tile_copies,
     launches_ahead,
     multiprocessors,
     shared_memory_of_a_program,
 )
 from kvant.models.fused import experts_kernels as kernels
+from kvant.models.fused import resident_experts
 from kvant.models.fused.experts import Experts, GateOrder
+from kvant.models.fused.resident_experts import CopiedTile, CopiedTiles
 from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.weights.choose import LISTED, few_serves, warps_of_one
 from kvant.weights.codecs import NarrowStack
@@ -117,6 +120,7 @@ class TritonExperts:
         self._invariant = batch_invariant
         ahead = launches_ahead(device)
         self._processors = multiprocessors(device)
+        self._copies_tiles = has_tile_copies(device)
         self._shared_bytes = shared_memory_of_a_program(device)
         self._options: dict[str, Any] = {"AHEAD": ahead, **({"launch_pdl": True} if ahead else {})}
 
@@ -408,16 +412,24 @@ class TritonExperts:
         x: Tensor,
         choice: Choice,
         experts: Experts,
-        tiles: tuple[ManyTile, ManyTile] | None = None,
+        tiles: tuple[ManyTile, ManyTile] | CopiedTiles | None = None,
     ) -> Tensor:
-        """Computes weighted results [pairs, H] of x [T, H], with pairs as the first operand.
+        """Computes weighted results [pairs, H] of x [T, H], which suits experts with many pairs.
 
         tiles: for gate and up, and for down; None chooses them.
         """
         if experts.is_narrow:
             return self._sorted(x, choice, experts, _narrow_tile(choice, experts))
-        up, down = tiles or _many_tiles(choice, experts)
         order, ends = self.sort(choice, experts.routing)
+        if tiles is None and self._copies_tiles and resident_experts.serves(experts, x.dtype):
+            tiles = _copied_tiles(choice, experts)
+        if isinstance(tiles, CopiedTiles):
+            listed = resident_experts.list_blocks(
+                order, ends, experts.routing, tiles.pairs, self._processors, self._options
+            )
+            h = resident_experts.gate_up(x, experts, listed, tiles.up)
+            return resident_experts.down(h, experts, listed, choice.weights, tiles.down)
+        up, down = tiles or _many_tiles(choice, experts)
         count = experts.routing.num_experts
         h = x.new_empty(choice.pairs, experts.width)
         parts = x.new_empty(choice.pairs, x.shape[1])
@@ -570,3 +582,14 @@ def _many_tiles(choice: Choice, experts: Experts) -> tuple[ManyTile, ManyTile]:
     if choice.pairs <= 96 * experts.routing.num_experts:
         return ManyTile(64, 128), ManyTile(64, 128, stages=4)
     return ManyTile(128, 128, stages=4), ManyTile(128, 256)
+
+
+def _copied_tiles(choice: Choice, experts: Experts) -> CopiedTiles:
+    """Returns tiles for weights that the tensor memory accelerator copies."""
+    if choice.pairs <= 96 * experts.routing.num_experts:
+        return CopiedTiles(
+            64,
+            CopiedTile(128, stages=4, weight_first=True),
+            CopiedTile(128, stages=4, warps=4, programs=2),
+        )
+    return CopiedTiles(128, CopiedTile(128, programs=0), CopiedTile(256))

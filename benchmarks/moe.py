@@ -197,7 +197,6 @@ class _Bench:
             for copied in _copied_tiles(tokens):
                 sides = (
                     f"{one.rows}x{one.depth} s{one.stages} w{one.warps} p{one.programs}"
-                    + (" weight first" if one.weight_first else "")
                     for one in (copied.up, copied.down)
                 )
                 found[f"copied {copied.pairs} {', '.join(sides)}"] = partial(many, tiles=copied)
@@ -248,15 +247,11 @@ def _copied_tiles(tokens: int) -> list[Any]:
             )
             for up, down, programs in ((3, 3, 0), (4, 4, 0), (3, 3, 1))
         ]
-    first = CopiedTile(128, stages=4, weight_first=True)
-    beside = CopiedTile(64, stages=4, warps=4, programs=2)
+    two = CopiedTile(128, stages=4, warps=4, programs=2)
     return [
-        CopiedTiles(64, first, first),
-        CopiedTiles(64, first, replace(first, rows=256, stages=3)),
-        CopiedTiles(64, beside, replace(beside, rows=128)),
-        CopiedTiles(
-            64, replace(beside, weight_first=True), replace(beside, rows=128, weight_first=True)
-        ),
+        CopiedTiles(64, replace(two, programs=1), two),
+        CopiedTiles(64, replace(two, programs=1, warps=8), replace(two, depth=128, stages=2)),
+        CopiedTiles(64, replace(two, rows=64), replace(two, rows=256, warps=8, programs=1)),
     ]
 
 

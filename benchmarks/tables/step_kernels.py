@@ -125,6 +125,24 @@ def step_experts(data: Any) -> Cells:
     return lines
 
 
+@table("expert-tiles", "h200-expert-tiles.json")
+def expert_tiles(data: Any) -> Cells:
+    """Returns the fastest tile of each kernel."""
+    lines = [["tokens", "product", "by pointers", "copied", "copied, TFLOP/s", "copied, TB/s"]]
+    for tokens, product in dict.fromkeys((r["tokens"], r["product"]) for r in data["rows"]):
+        some = [r for r in data["rows"] if (r["tokens"], r["product"]) == (tokens, product)]
+        best = [
+            min((r for r in some if r["tile"].startswith(way)), key=lambda r: float(r["us"]))
+            for way in ("many", "copied")
+        ]
+        name = {"up": "gates and ups", "down": "down"}[product]
+        lines.append(
+            [f"{tokens:,}", name, *(f"{one['us']:.0f}" for one in best),
+             f"{best[1]['tflops']:.0f}", f"{best[1]['tb_s']:.2f}"]
+        )  # fmt: skip
+    return lines
+
+
 def _experts(steps: Any) -> dict[str, float]:
     """Returns microseconds of each part of a step; they add up to the step."""
     found = {

@@ -27,8 +27,7 @@ class CopiedTile:
     """A tile of `gate_blocks` or `down_blocks`.
 
     rows: of the weight; of gates, and as many of ups. depth: columns at a time. stages: tiles in flight.
-    programs: per multiprocessor, which take tile after tile; 0: one for each tile. weight_first: the weight
-    is the first operand.
+    programs: per multiprocessor, which take tile after tile; 0: one for each tile.
     """
 
     rows: int
@@ -36,7 +35,6 @@ class CopiedTile:
     stages: int = 3
     warps: int = 8
     programs: int = 1
-    weight_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,8 @@ class Blocks:
             programs = min(programs, tile.programs * self.processors)
         kernel[(programs,)](
             *given, self.order, self.table, self.count, out, PAIRS=self.pairs, ROWS=tile.rows,
-            DEPTH=tile.depth, STAGES=tile.stages, WEIGHT_FIRST=tile.weight_first,
-            STAYS=tile.programs > 0, **constants, **self.options, num_warps=tile.warps,
+            DEPTH=tile.depth, STAGES=tile.stages, STAYS=tile.programs > 0,
+            **constants, **self.options, num_warps=tile.warps,
         )  # fmt: skip
         return out
 

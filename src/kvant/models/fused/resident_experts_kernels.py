@@ -41,14 +41,13 @@ def list_blocks(
 def gate_blocks(
     x, weight, order, table, count, out,
     TOP_K: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, STAYS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    DEPTH: tl.constexpr, STAGES: tl.constexpr, STAYS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: a tile of PAIRS pairs times ROWS gates and ROWS ups; every num_programs-th one if it STAYS.
 
     x: [T, COLUMNS]. weight: descriptor of [2 E, N / 2, COLUMNS], gates and ups in turn. order: int32 [pairs],
-    by expert; out: [pairs, N / 2], in that order. table, count: from `list_blocks`. WEIGHT_FIRST: the weight
-    is the first operand.
+    by expert; out: [pairs, N / 2], in that order. table, count: from `list_blocks`. One box of the weight
+    holds ROWS gates and their ups, so one product has both.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -71,39 +70,26 @@ def gate_blocks(
         token = tl.load(order + i, mask=there, other=0).to(tl.int64) // TOP_K
         m = first + tl.arange(0, ROWS)
         inside = m < width
-        if WEIGHT_FIRST:
-            acc = tl.zeros((2 * ROWS, PAIRS), tl.float32)
-            x_at = x + token[None, :] * COLUMNS + k[:, None]
-        else:
-            acc = tl.zeros((PAIRS, 2 * ROWS), tl.float32)
-            x_at = x + token[:, None] * COLUMNS + k[None, :]
+        acc = tl.zeros((PAIRS, 2 * ROWS), tl.float32)
+        x_at = x + token[:, None] * COLUMNS + k[None, :]
         for s in tl.range(0, COLUMNS, DEPTH, num_stages=STAGES):
             if COLUMNS % DEPTH == 0:
                 a = tl.load(x_at + s)
-            elif WEIGHT_FIRST:
-                a = tl.load(x_at + s, mask=(s + k < COLUMNS)[:, None], other=0.0)
             else:
                 a = tl.load(x_at + s, mask=(s + k < COLUMNS)[None, :], other=0.0)
             b = weight.load([2 * expert, first, s]).reshape(2 * ROWS, DEPTH)
-            acc = tl.dot(b, a, acc) if WEIGHT_FIRST else tl.dot(a, b.T, acc)
-        row = i.to(tl.int64)
-        if WEIGHT_FIRST:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, ROWS, PAIRS)), (1, 2, 0)))
-            y = _activated(gate, up, 0.0, 0.0, False, dtype)
-            to = out + row[None, :] * width + m[:, None]
-            tl.store(to, y, mask=inside[:, None] & there[None, :])
-        else:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (PAIRS, 2, ROWS)), (0, 2, 1)))
-            y = _activated(gate, up, 0.0, 0.0, False, dtype)
-            to = out + row[:, None] * width + m[None, :]
-            tl.store(to, y, mask=there[:, None] & inside[None, :])
+            acc = tl.dot(a, b.T, acc)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (PAIRS, 2, ROWS)), (0, 2, 1)))
+        y = _activated(gate, up, 0.0, 0.0, False, dtype)
+        to = out + i.to(tl.int64)[:, None] * width + m[None, :]
+        tl.store(to, y, mask=there[:, None] & inside[None, :])
 
 
 @triton.jit
 def down_blocks(
     h, weight, shares, order, table, count, out,
     N: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, WEIGHT_FIRST: tl.constexpr, STAYS: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, STAYS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: a tile of PAIRS pairs times ROWS rows of the weight; every num_programs-th one if it STAYS.
 
@@ -124,20 +110,16 @@ def down_blocks(
         start = tl.load(at + 1)
         stop = tl.load(at + 2)
         first = t % tiles * ROWS
-        acc = tl.zeros((ROWS, PAIRS) if WEIGHT_FIRST else (PAIRS, ROWS), tl.float32)
+        acc = tl.zeros((PAIRS, ROWS), tl.float32)
         for s in tl.range(0, COLUMNS, DEPTH, num_stages=STAGES):
             a = h.load([start, s])
             b = weight.load([expert * N + first, s])
-            acc = tl.dot(b, a.T, acc) if WEIGHT_FIRST else tl.dot(a, b.T, acc)
+            acc = tl.dot(a, b.T, acc)
         i = start + tl.arange(0, PAIRS)
         there = i < stop
         m = first + tl.arange(0, ROWS)
         inside = m < N
         pair = tl.load(order + i, mask=there, other=0).to(tl.int64)
         share = tl.load(shares + pair, mask=there, other=0.0)
-        if WEIGHT_FIRST:
-            to = out + pair[None, :] * N + m[:, None]
-            tl.store(to, (acc * share[None, :]).to(dtype), mask=inside[:, None] & there[None, :])
-        else:
-            to = out + pair[:, None] * N + m[None, :]
-            tl.store(to, (acc * share[:, None]).to(dtype), mask=there[:, None] & inside[None, :])
+        to = out + pair[:, None] * N + m[None, :]
+        tl.store(to, (acc * share[:, None]).to(dtype), mask=there[:, None] & inside[None, :])

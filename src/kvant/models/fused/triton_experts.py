@@ -585,11 +585,15 @@ def _many_tiles(choice: Choice, experts: Experts) -> tuple[ManyTile, ManyTile]:
 
 
 def _copied_tiles(choice: Choice, experts: Experts) -> CopiedTiles:
-    """Returns tiles for weights that the tensor memory accelerator copies."""
+    """Returns tiles for weights that the tensor memory accelerator copies.
+
+    Measured for 128 experts of 2048 x 768 on an H200, gate and up, and down: 204 and 104 us for 512 tokens,
+    where `kernels.many` took 228 and 161; 841 and 395 us for 8,488, and 851 and 506.
+    """
     if choice.pairs <= 96 * experts.routing.num_experts:
-        return CopiedTiles(
-            64,
-            CopiedTile(128, stages=4, weight_first=True),
+        up, down = (
+            CopiedTile(128, stages=4, warps=4),
             CopiedTile(128, stages=4, warps=4, programs=2),
         )
-    return CopiedTiles(128, CopiedTile(128, programs=0), CopiedTile(256))
+        return CopiedTiles(64, up, down)
+    return CopiedTiles(128, CopiedTile(128, stages=4, programs=0), CopiedTile(256))

@@ -104,23 +104,27 @@ def test_a_gpu_reads_as_many_windows_as_its_memory_has_room_for(
 ) -> None:
     wide, narrow = plan_storing(llm, WIDE), plan_storing(llm, NARROW)
     each = (wide.bytes_per_token + narrow.bytes_per_token) * 256
+    logits = compare._COPIES * 4 * compare.MOST_CHUNK * 100
 
-    def at_once(room: int, context: int = 256, device: str = "cuda") -> int:
-        monkeypatch.setattr(compare, "_free", lambda _: compare._GPU_BESIDE + room)
-        return compare.windows_at_once(wide, [narrow], context, torch.device(device))
+    def at_once(free: int, context: int = 256, device: str = "cuda") -> int:
+        monkeypatch.setattr(compare, "_free", lambda _: free)
+        return compare.windows_at_once(
+            wide, [narrow], context, vocab_size=100, device=torch.device(device)
+        )
 
-    assert at_once(100 * each) == 16
-    assert at_once(5 * each + 1) == 5
-    assert at_once(each) == 1
+    assert at_once(100 * (each + logits)) == 16
+    assert at_once(5 * (each + logits)) == 5
+    assert at_once(6 * (each + logits) - 1) == 5
+    assert at_once(each + logits) == 1
     assert at_once(0, device="cpu") == compare.MOST_WINDOWS
     with pytest.raises(DoesNotFit, match="256 tokens does not fit") as refused:
-        at_once(each - 1)
+        at_once(each + logits - 1)
     shorter, on_cpu = (way.arguments for way in refused.value.ways_out)
     assert shorter[0] == "--context"
-    assert at_once(each - 1, int(shorter[1])) == 1
+    assert at_once(each + logits - 1, int(shorter[1])) == 1
     assert on_cpu == ("--device", "cpu")
     with pytest.raises(DoesNotFit) as refused:
-        at_once(-1)
+        at_once(logits)
     assert [way.arguments for way in refused.value.ways_out] == [on_cpu], "no window is that short"
 
 

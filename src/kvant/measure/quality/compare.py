@@ -29,7 +29,7 @@ POOL_BYTES = 1 << 30
 LOGITS_BYTES = 64 << 20
 MOST_CHUNK = 256
 _GPU_POOL_BYTES, _GPU_LOGITS_BYTES = 4 << 30, 256 << 20
-_GPU_BESIDE = 8 * _GPU_LOGITS_BYTES  # logits, copies of them in wider dtypes, and activations
+_COPIES = 8  # of logits: others, in wider dtypes, and activations
 MOST_WINDOWS, _MOST_ON_GPU = 4, 16
 """Maximum numbers of windows that are read side by side on a CPU and on a GPU."""
 _LEAST_RECORDED = 8  # decode steps, fewer than which take less time than recording one
@@ -84,7 +84,12 @@ def compare_windows(
 
 
 def windows_at_once(
-    baseline: KVPlan, plans: Iterable[KVPlan], context: int, device: torch.device
+    baseline: KVPlan,
+    plans: Iterable[KVPlan],
+    context: int,
+    *,
+    vocab_size: int,
+    device: torch.device,
 ) -> int:
     """Returns how many windows of `context` tokens are read side by side.
 
@@ -93,22 +98,23 @@ def windows_at_once(
     """
     if device.type != "cuda":
         return MOST_WINDOWS
-    room = _free(device) - _GPU_BESIDE
+    plans, free = tuple(plans), _free(device)
 
-    def taken(tokens: int) -> int:
-        """Returns bytes of one window: the pools of two plans read together."""
-        return _pool_bytes(baseline, 1, tokens) + max(_pool_bytes(p, 1, tokens) for p in plans)
+    def taken(count: int, tokens: int) -> int:
+        """Returns bytes of windows: the pools of two plans that are read together, and their logits."""
+        largest = max(_pool_bytes(plan, count, tokens) for plan in plans)
+        logits = min(_GPU_LOGITS_BYTES, 4 * vocab_size * MOST_CHUNK * count)
+        return _pool_bytes(baseline, count, tokens) + largest + _COPIES * logits
 
-    plans = tuple(plans)
-    if taken(context) <= room:
-        return min(_MOST_ON_GPU, room // taken(context))
+    for count in range(_MOST_ON_GPU, 0, -1):
+        if taken(count, context) <= free:
+            return count
     step = 64
-    each = max(1, taken(2 * step) - taken(step))
-    longest = step * ((room - taken(0)) // each)
+    each = max(1, taken(1, 2 * step) - taken(1, step))
+    longest = step * ((free - taken(1, 0)) // each)
     raise DoesNotFit(
         f"a window of {context:,} tokens does not fit into the memory of {device}",
-        why=f"it takes {taken(context) / 1e9:.1f} GB in two formats, and {max(0, room) / 1e9:.1f} GB are "
-        "free for it",
+        why=f"it takes {taken(1, context) / 1e9:.1f} GB in two formats, and {free / 1e9:.1f} GB are free",
         ways_out=(
             *([WayOut("read shorter windows", ("--context", str(longest)))] if longest > 0 else ()),
             WayOut("read it on the CPU", ("--device", "cpu")),

@@ -200,7 +200,10 @@ class Evaluation:
         for context in extent.contexts:
             texts = windows(self.text, self.llm, context, extent.tokens)
             decode = min(extent.decode, context // 4)
-            most = windows_at_once(who.baseline, who.formats.values(), context, self.model.device)
+            most = windows_at_once(
+                who.baseline, who.formats.values(), context, vocab_size=self.llm.engine.vocab_size,
+                device=self.model.device,
+            )  # fmt: skip
             for name, batch in batches(formats_at(context), texts, most):
                 found.append(self._comparison(name, who.formats, batch, decode))
         if extent.side_tokens and who.k_only:

@@ -422,8 +422,10 @@ class Tuner:
         return {keys[name]: sum(values) / len(values) for name, values in kl.items()}
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
-        device = runner_of(self.llm).device
-        most = windows_at_once(self.wide, plans.values(), ids.shape[1], device)
+        most = windows_at_once(
+            self.wide, plans.values(), ids.shape[1], vocab_size=self.llm.engine.vocab_size,
+            device=runner_of(self.llm).device,
+        )  # fmt: skip
         return [
             comparison(self.llm, self.wide, name, plans, batch)
             for name, batch in batches(f"{what}-", ids, most)

@@ -2,7 +2,9 @@
 
     python -m benchmarks.vllm SHAPE --kv-cache-dtype auto|fp8 --load 32x128/256 .. --out FILE
 
-SHAPE: a directory with a config.json; weights are random. Runs where vLLM is installed and does not import
+SHAPE: a directory with a config.json; weights are vLLM's dummies, or with --load-format auto those of the
+directory, such as scripts/random_checkpoint.py writes. vLLM leaves codes in integers zero, so its narrow
+experts need such files to be chosen by more than a bias. Runs where vLLM is installed and does not import
 Kvant. Everything is vLLM's default, except for what makes the two comparable: no prefix cache, greedy,
 answers exactly as long as asked, and the share of the GPU's memory. --engine adds what a shape needs, such
 as '{"quantization":"fp8"}'.
@@ -41,6 +43,9 @@ def main() -> None:
     parser.add_argument(
         "--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of vllm.LLM"
     )
+    parser.add_argument(
+        "--load-format", default="dummy", help="auto: read the files beside config.json"
+    )
     parser.add_argument("--out")
     asked = parser.parse_args()
     from vllm import LLM
@@ -48,7 +53,7 @@ def main() -> None:
     start = time.perf_counter()
     llm = LLM(
         model=asked.shape,
-        load_format="dummy",
+        load_format=asked.load_format,
         skip_tokenizer_init=True,
         kv_cache_dtype=asked.kv_cache_dtype,
         max_model_len=asked.max_model_len,

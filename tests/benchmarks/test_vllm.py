@@ -53,6 +53,11 @@ def test_engine_arguments_reach_vllm_and_every_load_is_kept(
     assert engine.asked["load_format"] == "dummy"
     assert not engine.asked["enable_prefix_caching"]
     assert engine.generated == [8, 12, 12, 12, 1, 1, 1, 1]
+    monkeypatch.setattr(
+        sys, "argv", ["vllm.py", "shape", "--load", "1x2/2", "--load-format", "auto"]
+    )
+    vllm.main()
+    assert asked_of.pop().asked["load_format"] == "auto"
     rounds = json.loads((tmp_path / "out.json").read_text())["rounds"]
     assert [(one["load"], len(one["seconds"])) for one in rounds] == [("12x3/5", 3), ("1x2/2", 3)]
     assert {one["capacity_tokens"] for one in rounds} == {160}

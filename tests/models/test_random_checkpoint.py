@@ -6,13 +6,22 @@ import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from kvant import LLM, SamplingParams
 from kvant.kv.dtype import KVDtype
 from kvant.kv.spec import ScaleState
+from kvant.models.fused.narrow_experts import NarrowExperts
+from kvant.weights.codecs import decode
 from tests.engine import tiny_chat
+from tests.models import tiny
+from tests.models.test_narrow_experts import TEXT, load_stored, logits
+from tests.models.tiny_narrow_experts import MXFP4_LEFT, SIZES
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "random_checkpoint.py"
 
@@ -52,3 +61,31 @@ def test_a_random_checkpoint_is_served_like_any_other(fp8: bool, tmp_path: Path)
     last = known + 40
     params = SamplingParams(max_tokens=2, allowed_token_ids=[last], ignore_eos=True)
     assert llm.generate([[1, 2, 3]], params)[0].text == f" w{last} w{last}"
+
+
+def test_experts_in_mxfp4_are_read_alike_by_transformers_and_kvant(tmp_path: Path) -> None:
+    source = tiny.build("gpt_oss", tmp_path / "source", **SIZES["gpt_oss"])
+    config = json.loads((source / "config.json").read_text())
+    declared = {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_LEFT}
+    shape, out = tmp_path / "shape", tmp_path / "out"
+    shape.mkdir()
+    out.mkdir()
+    (shape / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
+    size = script().write_weights(shape, out, fp8=False)
+    tensors = load_file(out / "model-00001-of-00001.safetensors")
+    assert size == sum(tensor.nbytes for tensor in tensors.values())
+    blocks = tensors["model.layers.0.mlp.experts.gate_up_proj_blocks"]
+    assert blocks.shape == (config["num_local_experts"], 192, 2, 16)
+    assert len(blocks.unique()) == 256
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model = load_stored(out, "gpt_oss")
+    for name, part in model._module.named_modules():
+        if isinstance(part, NarrowExperts):
+            numbers = theirs.get_parameter(f"{name}.down_proj").detach().float()
+            assert 0.015 < float(numbers.std()) < 0.021
+            for expert, exact in enumerate(numbers):
+                assert torch.equal(decode(part.down.one(expert)), exact.T)
+    with torch.no_grad():
+        expected = torch.nn.Module.float(theirs)(torch.tensor([TEXT])).logits[0]
+    assert (logits(model) - expected).abs().max() < 3e-5 * expected.abs().max()

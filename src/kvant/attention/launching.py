@@ -15,7 +15,8 @@ class Shape:
     """How one launch of the attention kernel is split.
 
     rows: query rows (query, head of the group) per program. tile: keys per iteration.
-    programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles.
+    programs: resident programs per multiprocessor. least: minimum keys of an item, in tiles. masked: every
+    tile is masked, so that one loop copies all of them ahead.
     """
 
     rows: int
@@ -25,6 +26,7 @@ class Shape:
     programs: int
     least: int = 1
     max_registers: int | None = None
+    masked: bool = False
 
     def joined_at_once(self, rows: int) -> int:
         """Returns how many items a program joins at a time: they take at most half of its registers."""

@@ -54,6 +54,15 @@ def check(x: case.Case, shape: Shape = SPLIT, *, bound: float = 2e-3, fixed: boo
     assert case.error(found, x.expected()) < bound
 
 
+@pytest.mark.parametrize("shape", [SPLIT, WHOLE], ids=["split", "whole"])
+def test_masks_of_tiles_that_need_none_change_no_bit(shape: Shape) -> None:
+    x = case.prepare(KVDtype.BFLOAT16, sequences=((70, 1), (16, 1), (33, 1)), dtype=torch.float32)
+    case.EXACT.write(x.cache, x.k, x.v, x.step)
+    masked = attend(x.cache, x.q, x.step, x.params, replace(shape, masked=True))
+    assert torch.equal(masked, attend(x.cache, x.q, x.step, x.params, shape))
+    assert case.error(masked, x.expected()) < 2e-3
+
+
 @pytest.mark.parametrize("name", FORMATS, ids=str)
 def test_every_format_is_read_as_its_definition_says(name: KVDtype) -> None:
     check(case.prepare(name, sequences=((40, 1), (17, 2)), dtype=_dtype(name)))

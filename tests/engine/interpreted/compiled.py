@@ -94,6 +94,12 @@ def _attention(k: KVDtype, v: KVDtype, wide: KVDtype | None = None) -> None:
             TritonBackend().attend(x.cache, x.q, x.step, replace(x.params, window=64))
         if rows is not None:
             TritonBackend(batch_invariant=True).attend(x.cache, x.q, x.step, x.params)
+    if wide is None and k is KVDtype.BFLOAT16:
+        # Two programs per multiprocessor, which mask every tile.
+        many = case.prepare(
+            k, v, heads=(8, 8), head_dims=(128, 128), dtype=torch.bfloat16, sequences=((9, 1),) * 30
+        )
+        TritonBackend().attend(many.cache, many.q, many.step, many.params)
     angles = torch.zeros(99, 64, dtype=torch.bfloat16)
     norm = torch.ones(128, dtype=torch.bfloat16)
     qkv = torch.cat([part.flatten(1) for part in (x.q, x.k, x.v)], 1)

@@ -100,7 +100,8 @@ def test_so_does_what_writes_and_reads_pages(k: str, v: str, tmp_path: Path) -> 
     found = compiled(tmp_path, k, v)
     assert found["store_rows"] == 1
     assert found["rotate_and_store"] == 2, "with tiles of few rows and of many"
-    assert found["paged_attention"] >= 5, "with attention sinks, with a window, with neither"
+    programs = 8 if k == "BFLOAT16" else 5
+    assert found["paged_attention"] >= programs, "with sinks, with a window, with neither, crowded"
     assert found["combine"] >= 1
 
 

@@ -444,7 +444,7 @@ def _launch_items(
         CAUSAL=step.causal, WINDOW=window > 0, SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None,
         FULL=full, DIRECT=cut.direct, FIXED=cut.fixed, LISTED=cut.listed, PTX=has_ptx(device),
         JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join), FORM=0 if form is None else form.number,
-        EARLY=cut.early, LANES=lanes(cut.num_seqs),
+        EARLY=cut.early, LANES=lanes(cut.num_seqs), MASKED=shape.masked,
         num_warps=shape.warps, num_stages=shape.stages, **options,
     )  # fmt: skip
 

@@ -336,7 +336,7 @@ def attend_item(
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, PTX: tl.constexpr, FORM: tl.constexpr,
-    WAIT: tl.constexpr = False, STAGES: tl.constexpr = 1,
+    WAIT: tl.constexpr = False, STAGES: tl.constexpr = 1, MASKED: tl.constexpr = False,
 ):  # fmt: skip
     """Returns rows [ROWS, E * PAD_V] of one item, divided by their sums; log-sum-exp [ROWS] in base 2.
 
@@ -457,7 +457,7 @@ def attend_item(
     masked_from = open_from
     # FIXED: which tiles need a mask depends on the other queries of the block, and two separately compiled
     # loops may round differently.
-    if not WINDOW and not FIXED:
+    if not WINDOW and not FIXED and not MASKED:
         masked_from = open_from + tl.maximum(tl.minimum(whole, end) - open_from, 0) // TILE * TILE
         for at in range(open_from, masked_from, TILE):
             state = _tile(
@@ -468,7 +468,7 @@ def attend_item(
             )  # fmt: skip
     if FORM == 0:
         # Behind a loop of tiles without a mask, one or two are left: copying ahead would only take registers.
-        for at in tl.range(masked_from, end, TILE, num_stages=None if WINDOW else 1):
+        for at in tl.range(masked_from, end, TILE, num_stages=None if WINDOW or MASKED else 1):
             state = _tile(
                 state, q, q_sum, factor, cap, at, at + TILE, visible, end, row_lo, row_hi, sink,
                 k_codes, k_scales, v_codes, v_scales, shifts, page_units, pages, head,
@@ -546,7 +546,7 @@ def paged_attention(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     FULL: tl.constexpr, DIRECT: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr = 0,
+    EARLY: tl.constexpr, LANES: tl.constexpr, FORM: tl.constexpr = 0, MASKED: tl.constexpr = False,
 ):  # fmt: skip
     """Program item * HEADS + KV head: programs of one item run side by side and share memory pages.
 
@@ -563,7 +563,8 @@ def paged_attention(
     JOIN is the number of valid rows, rounded up to a power of two; 0 leaves them to `combine`.
     arrived: int32 [items, HEADS], zeros before and after the launch. AHEAD: starts while the previous kernel
     runs. EARLY: meanwhile reads the work map and page ids, which that kernel does not write.
-    LANES: see `launch.lanes`.
+    LANES: see `launch.lanes`. MASKED: tiles that need no mask get one, too, so that a single loop copies all
+    of them ahead.
     FORM: 0, or the form of keys to read. NARROW reads keys from `sink` on without a query's latest `lag`
     keys; it writes float32 `out` and narrow_lse [T, HEADS * GROUP], in base 2. WIDE reads the first `sink`
     keys and a `window`, and joins the result with narrow, which has the shape of `out`, and narrow_lse.
@@ -607,7 +608,7 @@ def paged_attention(
         k_outer, v_outer, sinks, page_table, max_pages, seq, first_token, num_queries, length, head, block,
         split, splits, per_split, softmax_scale, cap, window, sink, lag,
         GROUP, HEADS, PAGE, ROWS, TILE, K, HEAD_K, PAD_K, V, HEAD_V, PAD_V, K_OUTER, V_OUTER,
-        CAUSAL, WINDOW, SOFTCAP, SINKS, FULL, DIRECT, FIXED, PTX, FORM, AHEAD and EARLY,
+        CAUSAL, WINDOW, SOFTCAP, SINKS, FULL, DIRECT, FIXED, PTX, FORM, AHEAD and EARLY, MASKED=MASKED,
     )  # fmt: skip
     if JOIN > 0:
         clear(out, unused, num_tokens, tl.num_programs(0) // HEADS, head, GROUP, HEADS, HEAD_V,

@@ -86,7 +86,7 @@ def _native_row(crowd: float, *, single: bool) -> Shape:
     if crowd <= 0.1:  # there are many parts, and joining them takes most of the time
         return Shape(16, 64, 4, 2, 3)
     if single and 1.6 <= crowd <= 2:  # two programs per multiprocessor, with a whole sequence each
-        return Shape(16, 128, 4, 2, 2)
+        return Shape(16, 128, 4, 2, 2, masked=True)
     # Eight programs that are as busy as six wait a little longer for memory.
     return Shape(16, 32, 1, 2, _six_or_eight(crowd, 0.965))
 

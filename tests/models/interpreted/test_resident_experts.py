@@ -9,8 +9,9 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from dataclasses import replace
 
+from kvant.models.fused import resident_experts
 from kvant.models.fused.experts import Experts, GateOrder
-from kvant.models.fused.resident_experts import CopiedTile, CopiedTiles, serves
+from kvant.models.fused.resident_experts import CopiedTile, CopiedTiles, list_blocks, serves
 from kvant.models.fused.routing import Routing
 from kvant.models.fused.triton_experts import Choice, TritonExperts
 
@@ -57,6 +58,27 @@ def test_each_pair_is_multiplied_with_its_expert(tokens: int, programs: int) -> 
     parts = kernels.many(x, choice, experts, tiles)
     right = expected(x, choice, experts)
     assert (parts.double() - right).norm() < (1e-2 if ON_GPU else 2e-3) * right.norm()
+
+
+# Both kinds of tiles that a step gets: for few pairs of an expert, and for many.
+@pytest.mark.parametrize("tokens", [300, 900])
+def test_steps_on_hopper_get_these_programs(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    experts = layer(256, 192, 8, 2)
+    logits = torch.randn(tokens, 8, device=DEVICE).to(DTYPE)
+    x, kernels = torch.randn(tokens, 256, device=DEVICE).to(DTYPE), TritonExperts(DEVICE)
+    monkeypatch.setattr(kernels, "_copies_tiles", True)
+    listed = []
+    monkeypatch.setattr(
+        resident_experts, "list_blocks",
+        lambda *given: listed.append(given[3]) or list_blocks(*given),
+    )  # fmt: skip
+    choice = kernels.choose(logits, experts)
+    parts = kernels.many(x, choice, experts)
+    assert listed == [64 if tokens == 300 else 128]
+    right = expected(x, choice, experts)
+    assert (parts.double() - right).norm() < (1e-2 if ON_GPU else 2e-3) * right.norm()
+    assert torch.equal(kernels.apply(x, logits, experts), kernels.combine(parts, x))
 
 
 def test_only_plain_layers_of_long_aligned_rows_in_16_bits_are_served() -> None:

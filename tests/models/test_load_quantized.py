@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
-from kvant.errors import EngineFault, NotServable
+from kvant.errors import BadCheckpoint, EngineFault, NotServable
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.format import Side
@@ -223,7 +223,7 @@ QUANTISED = {
     "hqq": {"quant_method": "hqq"},
     "torchao": {"quant_method": "torchao"},
     "eetq": {"quant_method": "eetq"},
-    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
     "sorcery": {"quant_method": "sorcery"},
 }
 
@@ -256,6 +256,11 @@ def test_a_missing_compressed_tensors_package_is_named_with_its_cure(
 ) -> None:
     path, _ = build_quantized(tmp_path)
     monkeypatch.setattr(weight_methods, "_is_installed", lambda package: False)
+    plan_and_load(path, None)  # Kvant decodes this format
+    config = json.loads((path / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["weights"]["strategy"] = "group"
+    (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(NotServable, match="pip install compressed-tensors"):
         plan_and_load(path, None)
 
@@ -280,7 +285,7 @@ def test_transformers_own_fake_quantisation_of_kv_would_be_noticed(tmp_path: Pat
 
 
 @pytest.mark.parametrize("in_config", [True, False], ids=["config.json", "hf_quant_config.json"])
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", None])
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", "W4A8_AWQ", None])
 def test_weights_quantised_by_modelopt_are_refused_and_not_read_as_numbers(
     algorithm: str | None, in_config: bool, tmp_path: Path
 ) -> None:
@@ -297,6 +302,9 @@ def test_weights_quantised_by_modelopt_are_refused_and_not_read_as_numbers(
     plan = driver.plan(geometry.layers)
     if algorithm is None:
         assert len(generate(loading.load(path, plan, geometry))) == 12
+    elif in_config and algorithm != "W4A8_AWQ":  # Kvant decodes these: numbers are no codes
+        with pytest.raises(BadCheckpoint, match=r"q_proj\.weight has the (dtype|shape)"):
+            loading.load(path, plan, geometry)
     else:
         with pytest.raises(NotServable, match=f"ModelOpt as {algorithm}"):
             loading.load(path, plan, geometry)

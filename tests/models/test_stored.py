@@ -25,11 +25,13 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.select import choose, select_forward
 from kvant.models.stored import NotStored, Stored, read_stored
+from kvant.plan.plan import PlanRequest
 from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
 from tests.models import tiny
 from tests.models.tiny_narrow import DIALECTS, build
+from tests.planned import plan_of
 
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
 TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
@@ -102,6 +104,25 @@ def test_a_cpu_computes_what_the_model_of_stored_integers_does(
     ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
     found = model.forward(ids, call, torch.arange(len(TEXT)))
     assert (found - expected).abs().max() < 3e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("compute", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_does_not_run_as_stored_is_decoded_to_the_same_numbers(
+    dialect: str, compute: ComputeDtype, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect)
+    found = plan_of(PlanRequest(str(path), CPU, dtype=compute))
+    assert found.can_run, found.warnings
+    if found.forward.stored is not None:
+        return  # tested above
+    assert found.target.narrow is not None
+    assert found.target.narrow.startswith("decoded while they are loaded: ")
+    module = load_model(
+        path, found.target.kv, found.target.geometry, found.forward, device=torch.device("cpu")
+    )._module
+    for name, weight in module.named_parameters():
+        assert torch.equal(weight, numbers[name].to(getattr(torch, compute.value))), name
 
 
 def _with(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:

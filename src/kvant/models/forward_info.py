@@ -11,7 +11,13 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Activations, Quantization
-from kvant.models.stored import Stored, read_blocks, read_stored, refuse_rounding
+from kvant.models.stored import (
+    Stored,
+    decoded_here,
+    read_blocks,
+    read_stored,
+    refuse_rounding,
+)
 from kvant.weights.format import MOST_DECODED
 
 
@@ -90,7 +96,7 @@ class ForwardFacts:
         declared = self.config.get("quantization_config")
         if not isinstance(declared, Mapping) or self.stored is not None:
             return None
-        if are_decoded(self.config, self.device):
+        if are_decoded(self.config, self.device) or decoded_here(self.config) is not None:
             return None
         return str(declared.get("quant_method", "an unnamed method"))
 

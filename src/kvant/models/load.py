@@ -20,13 +20,19 @@ from transformers.initialization import no_init_weights
 from kvant.attention.hook import ATTENTION_NAME, register
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable, WayOut
-from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN, INCOMPLETE
+from kvant.kv.checkpoint.json_file import (
+    COMPARE_CONFIG,
+    COPY_AGAIN,
+    INCOMPLETE,
+    read_json_object,
+)
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.classes import attending, auto_class, settle_outputs
+from kvant.models.directory import CONFIG_NAME
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.key_rounding import read_rounding
@@ -46,7 +52,7 @@ from kvant.models.rotary import fix_frequencies
 from kvant.models.sharding.cuts import Cuts
 from kvant.models.sharding.divide import Divided, Group, cut_scales
 from kvant.models.sharding.shard import rank_plan
-from kvant.models.stored import Stored, read_blocks
+from kvant.models.stored import Stored, decoded_here
 
 TORCH_COMPUTE = {
     ComputeDtype.FLOAT32: torch.float32,
@@ -90,21 +96,24 @@ def load_model(
     with quiet_transformers(told), _room_for(path, device):
         config = _read_config(path)
         stored = forward.stored
-        if not dummy_weights and stored is None:
+        rounded = None if forward.rounds_itself else forward.quantization
+        decoded = None
+        if stored is None and rounded is None and group is None:
+            decoded = decoded_here(read_json_object(path / CONFIG_NAME))
+        is_left = stored is None and decoded is None
+        if not dummy_weights and is_left:
             check_weights(config, path, _facts(device))
-        leave_weights_only(config, keep=stored is None)
+        leave_weights_only(config, keep=is_left)
         if plan.compute_dtype is ComputeDtype.FLOAT64:
             config._experts_implementation = "eager"  # grouped products do not support float64
         with quiet_compressed_tensors(is_compressed(config)):
-            rounded = None if forward.rounds_itself else forward.quantization
             narrow = None
-            blocks = read_blocks({"gguf_types": getattr(config, "gguf_types", None)})
             if rounded is not None or stored is not None:
                 whole = {} if divided is None else divided.cut
                 narrow = NarrowConfig(path, asked=rounded, stored=stored, cut=whole)
-            elif blocks is not None:
+            elif decoded is not None:
                 widened = TORCH_COMPUTE[plan.compute_dtype]
-                narrow = NarrowConfig(path, stored=blocks, widened=widened)
+                narrow = NarrowConfig(path, stored=decoded, widened=widened)
             kept = None if forward.matrices is None else TORCH_COMPUTE[forward.matrices]
             if dummy_weights:
                 module = _make_weights(

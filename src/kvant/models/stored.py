@@ -1,8 +1,8 @@
 """Reads which layers of a checkpoint have narrow weights that run undecoded, and in which dialect. No torch.
 
 A dialect is how a checkpoint writes a narrow weight: names, shapes and dtypes of its tensors.
-`kvant.weights.dialects` converts them to `NarrowWeight`. Other quantised checkpoints are decoded by
-transformers while they are loaded, or refused.
+`kvant.weights.dialects` converts them to `NarrowWeight`, which runs, or is decoded where no product takes
+it. Other quantised checkpoints are decoded by transformers while they are loaded, or refused.
 """
 
 from __future__ import annotations
@@ -113,6 +113,17 @@ def declared_weights(config: Mapping[str, Any]) -> Stored | NotStored | None:
     if blocks is not None or not isinstance(config.get("quantization_config"), Mapping):
         return blocks
     return _declared(config)
+
+
+def decoded_here(config: Mapping[str, Any]) -> Stored | None:
+    """Returns the narrow weights that Kvant decodes while they are loaded, if none run as they are stored.
+
+    None if there are none, or if transformers decodes them: experts, and formats that Kvant does not read.
+    """
+    found = declared_weights(config)
+    if not isinstance(found, Stored) or (lists_experts(config) and read_blocks(config) is None):
+        return None
+    return found.without_input_scales
 
 
 def declared_activations(config: Mapping[str, Any]) -> str:

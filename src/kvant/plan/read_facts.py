@@ -24,7 +24,7 @@ from kvant.models.locate import locate
 from kvant.models.overrides import with_overrides
 from kvant.models.read_shape import read_shape
 from kvant.models.select import select_forward
-from kvant.models.stored import Stored, read_blocks, read_stored
+from kvant.models.stored import Stored, decoded_here, read_blocks, read_stored
 from kvant.models.weights import read_stored_weights
 from kvant.plan.device import device_memory
 from kvant.plan.facts import Facts, ModelFacts
@@ -118,13 +118,14 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     else:
         checkpoint = read_checkpoint(local.path, config, headers)
     weights = read_stored_weights(local.path, config, headers)
-    decoded = are_decoded(config, device)
+    decoded = are_decoded(config, device) or decoded_here(config) is not None
     if not is_target:
         return ModelFacts(local, config, checkpoint, weights, decoded)
     shape = read_shape(config)  # raises for a drafter
     names = (name for header in headers or () for name in header.tensors)
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
-    if refusal is None and not _are_kept(config, shape.geometry, device):
+    is_read = decoded_here(config) is not None or _are_kept(config, shape.geometry, device)
+    if refusal is None and not is_read:
         refusal = refuse_weights(config, local.path, device)
     tensors = None
     if headers is not None:

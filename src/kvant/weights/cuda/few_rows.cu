@@ -36,6 +36,13 @@
 #define RING (WARPS * STAGES * SLOT)
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
 #define THREADS (WARPS * 32)
+// 4-bit codes for a single row stay 1024 + code, or 1024 + 16 times the code in high halves, whose columns of x are
+// divided by 16. What that adds is taken from a block's sum.
+#if ONE && CODE == 2 && SCALES == 1 && GROUP == 128 && K % 128 == 0 && !EXPERTS && !OFFSETS && !SUPER
+#define BARE 1
+#else
+#define BARE 0
+#endif
 // One product, at most one result per thread: what only that result needs is fetched before the launch in front ends.
 #define EARLY (ONE && !EXPERTS && (GATED ? 8 : 16) * RT <= THREADS)
 
@@ -256,6 +263,9 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
 
 #if ONE
     u16* staged = (u16*)(shared + (RING > SUMS ? RING : SUMS));  // [rows of x, K]
+#if BARE
+    float* added_by_block = (float*)(staged + K);  // [BLOCKS, 2]: times 1, times the zero point
+#endif
     SHARED float reduced[2 * WARPS];  // largest magnitudes and squares of warps
 #else
     const u16* token[NT];
@@ -345,13 +355,13 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
             most_found = fmaxf(most_found, reduced[w]);
             squares += reduced[WARPS + w];
         }
-        float scale = 1.0f;
+        float row_scale = 1.0f;
 #if !OPERAND_BFLOAT16
         // The largest exponent becomes 14: 2^(14 - exponent), for exponents that leave it a normal number.
         const int exponent = (int)(__float_as_uint(most_found) >> 23);
         const int wanted = 254 + 14 - exponent;
         if (exponent > 14 && exponent < 255) {
-            scale = __uint_as_float((u32)wanted << 23);
+            row_scale = __uint_as_float((u32)wanted << 23);
             unscale = __uint_as_float((u32)(254 - wanted) << 23);
         }
 #endif
@@ -361,8 +371,17 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const int at = (n * THREADS + (int)threadIdx.x) * 8;
+#if BARE
+            float by_one = 0, by_zero = 0;
+#endif
             if (at < ROWS * K) {
                 u32 made[4];
+#if !BARE
+                const float scale = row_scale;
+#else
+                const bool high = at % 128 >= 64;  // columns of high halves
+                const float scale = high ? row_scale * 0.0625f : row_scale;
+#endif
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     // Pairs as codes are decoded: neighbours, or those two apart.
@@ -372,7 +391,25 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
                                                : to_half(a) | (u32)to_half(b) << 16;
                 }
                 *(uint4*)(staged + at) = make_uint4(made[0], made[1], made[2], made[3]);
+#if BARE
+                float sum = 0;
+#pragma unroll
+                for (int j = 0; j < 4; j++) sum += from_half((u16)made[j]) + from_half((u16)(made[j] >> 16));
+                by_one = sum * (ZEROS ? 1024.0f : high ? 1152.0f : 1032.0f);
+                by_zero = sum * (high ? 16.0f : 1.0f);
+#endif
             }
+#if BARE
+#pragma unroll
+            for (int away = 8; away; away /= 2) {  // 16 threads have a block
+                by_one += __shfl_xor_sync(0xffffffffu, by_one, away);
+                if (ZEROS) by_zero += __shfl_xor_sync(0xffffffffu, by_zero, away);
+            }
+            if (lane % 16 == 0 && at < ROWS * K) {
+                added_by_block[at / 128 * 2] = by_one;
+                if (ZEROS) added_by_block[at / 128 * 2 + 1] = by_zero;
+            }
+#endif
         }
         __syncthreads();
     }
@@ -584,8 +621,14 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
                         for (int h = 0; h < 2; h++) {
                             const uint4& v = codes[i][h];
                             const u32 word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
+#if BARE
+                            const u32 mask = c ? 0x00f000f0u : 0x000f000fu;
+                            a[i][h] = and_or(word, mask, 0x64006400u);
+                            a[i][h + 2] = and_or(word >> 8, mask, 0x64006400u);
+#else
                             if (c) decode<1>(word, fine[i][h], a[i][h], a[i][h + 2]);
                             else decode<0>(word, fine[i][h], a[i][h], a[i][h + 2]);
+#endif
                         }
                     }
 #pragma unroll
@@ -613,6 +656,13 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
                     factor *= scale_of(beside, 16 * i + place(h));
 #elif SCALES == 0
                     factor *= ((const float*)beside)[16 * i + place(h)];
+#endif
+#if BARE
+                    float added = added_by_block[2 * unit];
+#if ZEROS
+                    added += (float)beside[SCALE_ROOM + 16 * i + place(h)] * added_by_block[2 * unit + 1];
+#endif
+                    part[i][0][2 * h] -= added;
 #endif
 #pragma unroll
                     for (int n = 0; n < NT; n++) {

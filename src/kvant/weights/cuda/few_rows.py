@@ -199,6 +199,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     staged = 0
     if m["ONE"]:
         staged = 2 * m["K"] * (m["TOP_K"] if m["EXPERTS"] == 3 else 1)
+        staged += m["K"] // 16 if m["CODE"] == 2 else 0  # two sums of a block of 128 columns
     return max(warps * m["STAGES"] * slot, sums) + staged
 
 

@@ -82,6 +82,17 @@ def _error(kind: str) -> str:
     return f"{'one' if scales == 'one scale' else 'row'} {sums.split()[0]}"
 
 
+@table("narrow-chains", "h200-narrow-chains.json")
+def narrow_chains(data: Any) -> Cells:
+    lines = [["change", "weights", "rows", "us a layer before", "with it", "kept"]]
+    for row in data["rows"]:
+        lines.append(
+            [row["change"], row["weights"], str(row["tokens"]), f"{row['before_us']:.1f}",
+             f"{row['after_us']:.1f}", "yes" if row["kept"] else "no"]
+        )  # fmt: skip
+    return lines
+
+
 def _parts(steps: Any) -> Iterator[tuple[str, tuple[float, str]]]:
     """Yields microseconds of each part of a step, and its share of the read bandwidth in words."""
     decodes = steps["kind"] == "decodes"

@@ -148,6 +148,15 @@ def test_codes_of_a_layer_that_is_left_alone_are_not_taken_for_numbers(
         LLM(path, device="cpu")
 
 
+@pytest.mark.parametrize("dialect", ["ct int4", "awq", "ct nvfp4"])
+def test_codes_of_an_undeclared_format_are_named(dialect: str, tmp_path: Path) -> None:
+    path, _ = build(tmp_path, dialect)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    _refused_by_both(path, r"(weight_packed|qweight) holds codes(.|\n)*no quantization_config")
+
+
 def test_a_layer_of_16_bits_may_be_left_alone(tmp_path: Path) -> None:
     path, numbers = build(tmp_path, "fp8 block")
     _declare(path, modules_to_not_convert=["lm_head", _UP])

@@ -539,9 +539,10 @@ def _other(
         return TensorUse(name, layer, dtype, OF_KV, state, because, dtype, shape)
     if role is None or (role is not Role.CODES and _has_no_weight(layer, tensors)):
         return _numbers(name, layer, dtype, shape, use, model)
-    state, because = (
+    state, because, fault = (
         TensorState.UNUSED,
         f"{scheme.dialect.value} has no such tensor" if scheme else "",
+        None,
     )
     if isinstance(use.declared, NotStored):
         state, because = TensorState.USED, f"left to transformers: {use.declared.reason}"
@@ -549,8 +550,11 @@ def _other(
         because = _unrounded(use)
     elif scheme is None:
         because = _no_format(use)
+        if role is Role.CODES and f"{layer}.weight" not in tensors:
+            state = TensorState.WRONG
+            fault = BadCheckpoint(f"{name} holds codes", why=because, ways_out=(COMPARE_CONFIG,))
     fmt = dtype if scheme is None else f"{scheme.format.summary} ({scheme.dialect.value})"
-    return TensorUse(name, layer, fmt, role.value, state, because, dtype, shape)
+    return TensorUse(name, layer, fmt, role.value, state, because, dtype, shape, fault)
 
 
 def _numbers(
@@ -559,7 +563,7 @@ def _numbers(
     """Returns a tensor of numbers that need no scale."""
     because, state, fault = "loaded as the compute dtype", TensorState.USED, None
     if model.is_whole and not model.has(name):
-        because, state = "the model has no such weight", TensorState.UNUSED
+        because, state = "the model that runs has no such weight", TensorState.UNUSED
     elif isinstance(use.declared, NotStored) and dtype not in _WIDE:
         because = f"left to transformers: {use.declared.reason}"
     elif name.endswith(".weight") and dtype not in _WIDE:
@@ -567,7 +571,8 @@ def _numbers(
             f"{_no_format(use)}, so its codes would be taken for numbers",
             TensorState.WRONG,
         )
-        fault = BadCheckpoint(f"{name} has the dtype {dtype}", why=because)
+        what = f"{name} has the dtype {dtype}"
+        fault = BadCheckpoint(what, why=because, ways_out=(COMPARE_CONFIG,))
     elif (wanted := model.other_shape(name, shape)) is not None:
         because, state = f"config.json makes it {_shown(wanted)}", TensorState.WRONG
         fault = BadCheckpoint(

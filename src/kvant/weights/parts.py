@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvant.errors import BadCheckpoint, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
 from kvant.weights.format import WHOLE, Dialect, Scheme, block_type
 
 _FLOATS = ("F32", "F16", "BF16")
@@ -130,18 +131,20 @@ def check_part(name: str, part: Part, dtype: str | None, shape: tuple[int, ...] 
         if part.optional:
             return
         raise BadCheckpoint(
-            f"the tensor {name} is missing", why="its layer needs it", ways_out=part.ways_out
+            f"the tensor {name} is missing",
+            why="its layer needs it",
+            ways_out=(*part.ways_out, COPY_AGAIN),
         )
     if shape not in part.shapes:
         fits = " or ".join(str(list(one)) for one in part.shapes)
         raise BadCheckpoint(
             f"{name} has the shape {list(shape)}",
             why=f"its layer needs {fits}",
-            ways_out=part.ways_out,
+            ways_out=(*part.ways_out, COMPARE_CONFIG),
         )
     if dtype not in part.dtypes:
         raise BadCheckpoint(
             f"{name} has the dtype {dtype}",
             why=f"its dialect stores {' or '.join(part.dtypes)}",
-            ways_out=part.ways_out,
+            ways_out=(*part.ways_out, COMPARE_CONFIG),
         )

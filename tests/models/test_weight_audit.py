@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
@@ -201,6 +202,25 @@ def test_layers_that_the_model_does_not_run_are_named(tmp_path: Path) -> None:
         "model.layers.4.mlp.up_proj.weight (numbers) is unused: the model does not run this layer",
         "model.layers.4.mlp.up_proj.weight_scale_inv (scales) is unused: the model does not run this layer",
     ]  # fmt: skip
+
+
+def test_a_tower_that_the_text_model_lacks_is_unused_and_not_counted(tmp_path: Path) -> None:
+    config = families.tiny_config("qwen3_5")
+    tower = config.vision_config
+    tower.hidden_size = tower.intermediate_size = 32
+    tower.num_heads, tower.out_hidden_size = 2, 64
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    found = plan_of(PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU)))
+    assert found.audit is not None
+    assert not found.audit.faults
+    unread = {one.name for one in found.audit.tensors if one.state is TensorState.UNUSED}
+    stored = load_file(tmp_path / "model.safetensors")
+    assert unread == {name for name in stored if name.startswith("model.visual.")}
+    read = sum(4 * tensor.numel() for name, tensor in stored.items() if name not in unread)
+    assert found.target.weights.bytes == read
+    name = "model.language_model.layers.3.self_attn.o_proj.weight"
+    _with(tmp_path, lambda t: t.pop(name))
+    _refused_by_both(tmp_path, f"{name} is missing")
 
 
 @pytest.mark.parametrize("name", ["mtp.layers.0.mlp.up_proj", "model.mtp.fc"])

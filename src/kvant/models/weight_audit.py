@@ -529,6 +529,7 @@ def _other(
     dtype, shape = tensors[name]
     short = name.rpartition(".")[2]
     role = _ROLES.get(short)
+    fault: BadCheckpoint | None = None
     if short in _MULTIPLIERS and not isinstance(use.declared, NotStored):
         because = "inputs of its layer are multiplied by it, and Kvant's products do not do that"
         fault = BadCheckpoint(f"{name} is not supported", why=because)
@@ -539,10 +540,9 @@ def _other(
         return TensorUse(name, layer, dtype, OF_KV, state, because, dtype, shape)
     if role is None or (role is not Role.CODES and _has_no_weight(layer, tensors)):
         return _numbers(name, layer, dtype, shape, use, model)
-    state, because, fault = (
+    state, because = (
         TensorState.UNUSED,
         f"{scheme.dialect.value} has no such tensor" if scheme else "",
-        None,
     )
     if isinstance(use.declared, NotStored):
         state, because = TensorState.USED, f"left to transformers: {use.declared.reason}"

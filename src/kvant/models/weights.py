@@ -39,7 +39,7 @@ ELEMENT_BYTES = {
     ComputeDtype.BFLOAT16: 2,
 }
 
-_STORED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+WIDE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of the safetensors dtypes that are converted to the compute dtype by loading."""
 
 
@@ -259,8 +259,8 @@ def _loaded(
     quantised = read_recipe(config) is not None
     return {
         dtype: size
-        if dtype not in _STORED_BYTES or (quantised and dtype == "F32")
-        else size * ELEMENT_BYTES[compute] // _STORED_BYTES[dtype]
+        if dtype not in WIDE_BYTES or (quantised and dtype == "F32")
+        else size * ELEMENT_BYTES[compute] // WIDE_BYTES[dtype]
         for dtype, size in stored.items()
     }
 

@@ -21,8 +21,10 @@ from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.shard import rank_geometry
 from kvant.models.stored import NotStored, Stored, declared_weights, read_stored
-from kvant.models.weight_audit import Use, WeightAudit, audit_weights
+from kvant.models.weight_audit import NUMBERS, TensorState, Use, WeightAudit, audit_weights
 from kvant.models.weights import (
+    WIDE_BYTES,
+    WeightBytes,
     models_weights,
     quantized_weight_bytes,
     weight_bytes_of,
@@ -89,11 +91,14 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
             batch_invariant=request.batch_invariant, forward_bytes=forward.extra_bytes,
         )  # fmt: skip
     memory = facts.memory
+    audit = _audit(facts.target, target, forward, ranks)
+    if audit is not None and division is None:
+        target = _without_unread(request, facts.target, target, audit)
     plan = Plan(
         request, target, forward, rotary, draft, draft_facts, counts, limits,
         total_bytes=request.memory_bytes if memory is None else memory.total,
         kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
-        audit=_audit(facts.target, target, forward, ranks),
+        audit=audit,
     )  # fmt: skip
     _check_wide_rows(plan)
     if memory is not None:
@@ -322,6 +327,40 @@ def _kept_matrices(
     return select_forward(asked).matrices
 
 
+def _weights(
+    request: PlanRequest,
+    facts: ModelFacts,
+    geometry: ModelGeometry,
+    compute: ComputeDtype,
+    role: Role,
+) -> WeightBytes:
+    """Returns the bytes of weights that are not rounded while they are loaded."""
+    stored = _stored(request, facts.config, geometry, compute)
+    return weight_bytes_of(
+        facts.weights, facts.config, geometry,
+        compute=compute,
+        decoded=facts.are_decoded and not isinstance(stored, Stored),
+        num_weights=None if facts.shape is None else facts.shape.num_weights,
+        matrices=_kept_matrices(request, facts, geometry, compute, role),
+    )  # fmt: skip
+
+
+def _without_unread(
+    request: PlanRequest, facts: ModelFacts, target: PlannedModel, audit: WeightAudit
+) -> PlannedModel:
+    """Returns the target without bytes of tensors that nothing reads, such as towers of a text model."""
+    sizes = dict(facts.weights.by_dtype or {})
+    for one in audit.tensors:
+        is_unread = one.state is TensorState.UNUSED and one.role == NUMBERS
+        if is_unread and one.dtype in WIDE_BYTES and one.shape is not None:
+            sizes[one.dtype] -= WIDE_BYTES[one.dtype] * math.prod(one.shape)
+    if request.quantization is not None or sizes == facts.weights.by_dtype:
+        return target
+    read = replace(facts, weights=replace(facts.weights, by_dtype=sizes))
+    compute = target.kv.compute_dtype
+    return replace(target, weights=_weights(request, read, target.geometry, compute, Role.TARGET))
+
+
 def _plan_model(
     request: PlanRequest, asked: KVRequest, facts: ModelFacts, geometry: ModelGeometry, role: Role
 ) -> PlannedModel:
@@ -329,13 +368,7 @@ def _plan_model(
     kv = resolve_kv(request, asked, facts.checkpoint, facts.local.name, geometry, role)
     stored = _stored(request, config, geometry, kv.compute_dtype)
     if quantization is None or role is Role.DRAFT:
-        weights = weight_bytes_of(
-            facts.weights, config, geometry,
-            compute=kv.compute_dtype,
-            decoded=facts.are_decoded and not isinstance(stored, Stored),
-            num_weights=None if facts.shape is None else facts.shape.num_weights,
-            matrices=_kept_matrices(request, facts, geometry, kv.compute_dtype, role),
-        )  # fmt: skip
+        weights = _weights(request, facts, geometry, kv.compute_dtype, role)
     else:
         check_quantization(quantization, request.device, kv.compute_dtype)
         weights = quantized_weight_bytes(

@@ -49,6 +49,7 @@ FILES = {
     "hits": "h200-hybrid-hits.json",
     "narrow": "h200-narrow-models.json",
     "activations": "h200-fp8-activations.json",
+    "experts": "h200-step-experts-fp8.json",
 }
 DECODE_US, LONG_US, SHORT_US = 515, {"bfloat16": 140, "fp8_e4m3": 85}, 8
 OTHER_LIBRARY, OWN_KERNEL = 600, 450
@@ -58,7 +59,7 @@ BESIDE_BFLOAT16 = 0.62
 MOST_SKEWED = 1.15
 WINDOWED_SEQUENCES = 75
 HIT_SHARE = 0.05
-ACTIVATIONS = 11_000
+ACTIVATIONS, MANY_EXPERTS = 11_000, 12_000
 GROUPS = (
     ("fp8_e4m3",),
     ("fp8_per_token_head", "int8_per_token_head"),
@@ -135,7 +136,7 @@ def _all(*files: Any) -> Iterator[Goal]:
     yield from _drafts(data)
     yield from _served(data)
     yield from _families(data)
-    yield from _narrow(data["narrow"], data["activations"])
+    yield from _narrow(data["narrow"], data["activations"], data["experts"])
     yield from _beside_vllm(data)
 
 
@@ -331,7 +332,7 @@ def _families(data: dict[str, Any]) -> Iterator[Goal]:
     yield Goal(what, ratio, HIT_SHARE, "x", "hybrids", hits, digits=3)
 
 
-def _narrow(found: Any, activations: Any) -> Iterator[Goal]:
+def _narrow(found: Any, activations: Any, experts: Any) -> Iterator[Goal]:
     page = "../weights"
     for model, requests, value, bound, revision in narrow.goals(found):
         what = f"{model}, {requests} x 128/256"
@@ -341,6 +342,11 @@ def _narrow(found: Any, activations: Any) -> Iterator[Goal]:
     what = "Qwen3-8B, fp8 weights, activations and KV, 512 x 1024/256"
     at = {"commit": "7db0663"}
     yield Goal(what, newest, ACTIVATIONS, " tok/s", page, at, least=True, digits=0)
+    (load,) = experts["loads"]
+    found_s = 512 * 256 / experts["loads"][load]
+    what = f"Qwen3-30B-A3B, fp8 in blocks, {load.replace('x', ' x ')}"
+    at = {"commit": experts["commit"]}
+    yield Goal(what, found_s, MANY_EXPERTS, " tok/s", page, at, least=True, digits=0)
 
 
 def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:

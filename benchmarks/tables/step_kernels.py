@@ -154,6 +154,31 @@ def expert_tiles(data: Any) -> Cells:
     return lines
 
 
+_ONE_REQUEST = {
+    "q, k and v": ("few_rows#4",),
+    "attention and rotation": ("paged_attention#1", "combine#1", "rotate_and_store"),
+    "output": ("few_rows#1",),
+    "router": ("one_row#1",),
+    "experts chosen": ("route#1",),
+    "gate and up of 8 experts": ("few_rows#2",),
+    "down of 8 experts": ("few_rows#3",),
+}
+"""Kernels of a layer in order."""
+
+
+@table("step-experts-fp8", "h200-step-experts-fp8.json")
+def step_experts_fp8(data: Any) -> Cells:
+    lines = [["part", "us a layer", "MB", "us at the bandwidth"]]
+    steps, speed, layers = data["row"]["steps"], data["row"]["tb_s"], data["layers"]
+    kernels = {one["name"]: one for one in steps["kernels"]}
+    for part, names in _ONE_REQUEST.items():
+        us = sum(kernels[name]["own_us"] for name in names) / layers
+        size = sum(kernels[name]["bytes"] or 0 for name in names)
+        read = (f"{size / 1e6:.1f}", f"{size / speed / 1e6:.1f}") if size else ("-", "-")
+        lines.append([part, f"{us:.1f}", *read])
+    return lines
+
+
 def _experts(steps: Any) -> dict[str, float]:
     """Returns microseconds of each part of a step; they add up to the step."""
     found = {

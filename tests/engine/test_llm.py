@@ -189,8 +189,10 @@ def test_tensors_that_nothing_uses_are_named_and_scales_are_the_plans_business(
     weights["model.layers.0.self_attn.k_scale"] = torch.ones(1)
     weights["vision.patches.weight"] = torch.ones(2)
     save_file(weights, file, metadata={"format": "pt"})
-    (note,) = [line for line in make(model).notes if "does not use" in line]
-    assert note.endswith("does not use: vision.patches.weight")
+    (note,) = [line for line in make(model).notes if "unused" in line]
+    assert note == (
+        "vision.patches.weight (numbers) is unused: the model that runs has no such weight"
+    )
 
 
 def test_steps_that_cannot_be_recorded_are_a_warning_of_a_running_engine(

@@ -42,6 +42,8 @@ def changed(path: Path, directory: Path, *, scale: float = 1.7, broken: bool = F
     for name, tensor in found.items():
         if name.endswith(("k_scale", "v_scale")):
             found[name] = tensor * scale
+        elif name.endswith("weight_scale"):  # stays positive
+            found[name] = tensor * (1 + 0.1 * torch.rand(tensor.shape, generator=generator))
         elif tensor.is_floating_point() and tensor.element_size() > 1 and tensor.dim() > 1:
             found[name] = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
     if broken:

@@ -209,7 +209,9 @@ def test_a_tower_that_the_text_model_lacks_is_unused_and_not_counted(tmp_path: P
     tower = config.vision_config
     tower.hidden_size = tower.intermediate_size = 32
     tower.num_heads, tower.out_hidden_size = 2, 64
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(  # type: ignore[no-untyped-call]
+        tmp_path
+    )
     found = plan_of(PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU)))
     assert found.audit is not None
     assert not found.audit.faults

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
+from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.gguf_import import import_gguf
 from kvant.models.quantization import Activations, Quantization
@@ -202,6 +203,19 @@ def test_layers_that_the_model_does_not_run_are_named(tmp_path: Path) -> None:
         "model.layers.4.mlp.up_proj.weight (numbers) is unused: the model does not run this layer",
         "model.layers.4.mlp.up_proj.weight_scale_inv (scales) is unused: the model does not run this layer",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", [Quantization.INT8, Quantization.INT4])
+def test_a_probed_model_is_rounded_in_the_planned_bytes(
+    asked: Quantization, tmp_path: Path
+) -> None:
+    families.build("internvl", tmp_path)
+    request = PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU), quantization=asked)
+    planned = plan_of(request).target.weights.bytes
+    llm = LLM(tmp_path, quantization=asked.value, kv_cache_memory="1MiB")
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    assert planned == pytest.approx(runner.model.num_weight_bytes, rel=0.02)
 
 
 def test_a_tower_that_the_text_model_lacks_is_unused_and_not_counted(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import ModelGeometry
+from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.models.geometry.draft import draft_weights
 from kvant.models.geometry.families import (
     decoder_weights,
@@ -27,7 +27,7 @@ from kvant.models.geometry.families import (
 )
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields
-from kvant.models.geometry.parameters import Weight, embedding, vector
+from kvant.models.geometry.parameters import Weight, WeightKind, embedding, other, vector
 from kvant.models.geometry.weight_methods import MODELOPT_FILE
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
 from kvant.models.quantization import OnGPU, Quantization, quantized_bytes
@@ -173,12 +173,16 @@ def quantized_weight_bytes(
     *,
     compute: ComputeDtype | None = None,
     ranks: int = 1,
+    parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
 ) -> WeightBytes:
     """Returns the bytes in memory of weights quantised while they are loaded, from the config.
 
     compute: the dtype of weights that are not quantised, on a GPU; None for a CPU. ranks: that share them.
+    parameters: names and shapes of a probed model's weights.
     """
-    weights = models_weights(config, geometry)
+    layers = place_of_layers(geometry)
+    probed = _of_parameters(parameters, layers, drops=compute is None)
+    weights = tuple(probed) or models_weights(config, geometry)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
     head = None
@@ -186,11 +190,40 @@ def quantized_weight_bytes(
         head = geometry.vocab_size, geometry.hidden_size
     on_gpu = None
     if compute is not None:
-        on_gpu = OnGPU(ELEMENT_BYTES[compute], find_family(config).prefix, ranks == 1)
+        on_gpu = OnGPU(ELEMENT_BYTES[compute], layers, ranks == 1)
     found = quantized_bytes(quantization, weights, head, on_gpu=on_gpu)
     return WeightBytes(
         found, WeightSource.ESTIMATED, f"counted from config.json as {quantization.value}"
     )
+
+
+def place_of_layers(geometry: ModelGeometry) -> str:
+    """Returns the path of the decoder's layers in transformers' class, "" if their names do not say it."""
+    names = (one.name for one in geometry.layers if one.attention is not Attention.NONE)
+    above, found, _ = next(names, "").rpartition(".layers.")
+    return f"{above}.layers" if found else ""
+
+
+def _of_parameters(
+    parameters: Iterable[tuple[str, tuple[int, ...]]], layers: str, *, drops: bool
+) -> Iterator[Weight]:
+    """Yields a probed model's weights: products are the matrices of its decoder's layers, and the head.
+
+    drops: the forward frees matrices of towers, as the compiled one does.
+    """
+    for name, shape in parameters:
+        path = name.removesuffix(".weight")
+        is_inside = path.startswith(f"{layers}.") and min(shape, default=1) > 1
+        if path == "lm_head":
+            yield embedding(path, *shape)
+        elif is_inside and len(shape) == 2 and path != name:
+            yield Weight(path, WeightKind.LINEAR, *shape)
+        elif is_inside and len(shape) == 3 and ".experts." in name:
+            yield Weight(path, WeightKind.EXPERT, shape[1], shape[2], shape[0])
+        elif drops and len(shape) == 2 and path != name and "embed" not in path:
+            continue
+        else:
+            yield other(path, *shape)
 
 
 def _sum(weights: Iterable[Weight], recipe: Recipe | None, element_bytes: int) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from kvant.attention.need import LONG_STRIDE
 from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import Attention, ModelGeometry
+from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
 from kvant.models.activations import with_activations
@@ -26,6 +26,7 @@ from kvant.models.weights import (
     WIDE_BYTES,
     WeightBytes,
     models_weights,
+    place_of_layers,
     quantized_weight_bytes,
     weight_bytes_of,
 )
@@ -279,16 +280,10 @@ def _audit(
             None if isinstance(listed, str) else listed,
             target.kv,
             rounds_head=ranks == 1,
-            layers=_place_of(target.geometry),
+            layers=place_of_layers(target.geometry),
             parameters=dict(target.parameters),
         ),
     )
-
-
-def _place_of(geometry: ModelGeometry) -> str:
-    """Returns the path of the decoder's layers in transformers' class."""
-    name = next((one.name for one in geometry.layers if one.attention is not Attention.NONE), "")
-    return name.rpartition(".layers.")[0] + ".layers" if ".layers." in name else ""
 
 
 def _stored(
@@ -374,6 +369,7 @@ def _plan_model(
         weights = quantized_weight_bytes(
             config, geometry, quantization, compute=None if request.on_cpu else kv.compute_dtype,
             ranks=request.tensor_parallel_size,
+            parameters=() if facts.shape is None else facts.shape.parameters,
         )  # fmt: skip
     source = ShapeSource.CONFIG if facts.shape is None else facts.shape.source
     return PlannedModel(

@@ -56,6 +56,13 @@ def test_one_prompt_is_completed_and_nothing_else_is_on_stdout(path: Path, llm: 
     assert result.stdout == expected(llm, "Hello") + "\n"
 
 
+def test_a_model_in_the_place_of_a_prompt_is_refused_with_its_flag(path: Path) -> None:
+    refused = run(path, str(path), "Hello", *FLAGS).exception
+    assert isinstance(refused, BadValue)
+    assert refused.what == f"kvant generate takes prompts, and {path} is a model"
+    assert refused.ways_out[0].arguments == ("--model", str(path))
+
+
 def test_several_prompts_are_answered_in_their_order(path: Path, llm: LLM) -> None:
     result = run(path, "Hello", "other", *FLAGS)
     assert result.stdout == "".join(

@@ -13,7 +13,8 @@ import typer
 from kvant.cli import model_options
 from kvant.cli.configured import configured
 from kvant.cli.streams import writes_utf8
-from kvant.errors import BadValue
+from kvant.errors import BadValue, WayOut
+from kvant.models.directory import CONFIG_NAME
 from kvant.plan.config import EngineOptions
 from kvant.plan.settings import Settings
 
@@ -115,6 +116,7 @@ def generate(
         "max_tokens": max_tokens,
         "structured_outputs": _form(json_schema, json_object, regex, choice, grammar),
     }
+    _refuse_models(prompts)
     # Wrong flags are refused before the model loads.
     params = model_options.sampling_from(sampling, SamplingParams())
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
@@ -127,6 +129,17 @@ def generate(
             _answer(llm, texts, params, chat=chat, output=output)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _refuse_models(prompts: list[str]) -> None:
+    """Raises BadValue for a prompt that is a model on this machine, since other commands take it there."""
+    for text in prompts:
+        if len(text) < 4096 and (Path(text, CONFIG_NAME).is_file() or text.endswith(".gguf")):
+            raise BadValue(
+                f"kvant generate takes prompts, and {text} is a model",
+                why="its arguments are texts that a model continues",
+                ways_out=(WayOut("name the model by its flag", ("--model", text)),),
+            )
 
 
 def _form(

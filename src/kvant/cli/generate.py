@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -134,7 +135,8 @@ def generate(
 def _refuse_models(prompts: list[str]) -> None:
     """Raises BadValue for a prompt that is a model on this machine, since other commands take it there."""
     for text in prompts:
-        if len(text) < 4096 and (Path(text, CONFIG_NAME).is_file() or text.endswith(".gguf")):
+        # A text may be longer than a name: os.path answers for those too.
+        if os.path.isfile(os.path.join(text, CONFIG_NAME)) or text.endswith(".gguf"):
             raise BadValue(
                 f"kvant generate takes prompts, and {text} is a model",
                 why="its arguments are texts that a model continues",

@@ -64,11 +64,16 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
     hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
     size = fields.integer("moe_intermediate_size")
     count = fields.integer("n_routed_experts", "num_local_experts", "num_experts")
-    shared = fields.optional_integer("n_shared_experts", least=0) or 0
+    shared = fields.optional_integer("n_shared_experts") or 0
     first_sparse = fields.optional_integer("first_k_dense_replace", least=0, most=MAX_LAYERS) or 0
     bias = not v3 and fields.flag("mlp_bias")
+    if fields.optional_integer("num_experts_per_tok") is None:
+        raise fields.bad("num_experts_per_tok", "the class has no default that chooses experts")
+    fields.optional_integer("num_key_value_heads")
     if v3:
         _check_v3(fields)
+    elif fields.raw("topk_method") not in _METHODS:
+        raise fields.bad("topk_method", f"transformers chooses experts by {' or '.join(_METHODS)}")
     for layer in layers:
         at = layer.name.removesuffix(".self_attn")
         yield from _attention(fields, layer, hidden)
@@ -84,11 +89,13 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
             yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
 
 
+_METHODS = ("greedy", "group_limited_greedy")
+
+
 def _check_v3(fields: Fields) -> None:
     """Raises BadCheckpoint for numbers that the class takes, but does not compute with."""
-    for name in ("n_group", "topk_group", "num_experts_per_tok"):
+    for name in ("n_group", "topk_group"):
         fields.integer(name)
-    fields.optional_integer("num_key_value_heads")
     rope = fields.integer("qk_rope_head_dim")
     if fields.has("head_dim") and fields.integer("head_dim") != rope:
         raise fields.bad("head_dim", f"{rope} numbers of a head rotate (qk_rope_head_dim)")

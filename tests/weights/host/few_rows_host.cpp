@@ -64,6 +64,7 @@ static void copy8(void* to, const void* from, uint32_t bytes) { copy(to, from, 8
 static void copy4(void* to, const void* from) { copy(to, from, 4, 4); }
 static void commit() {}
 #define WAIT_GROUP(n)
+static int __any_sync(uint32_t, int mine) { return mine; }  // for what gives the same result either way
 static void launch_next() {}
 static void fetch_ahead(const void*) {}
 static void wait_before() {}

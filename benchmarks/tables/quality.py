@@ -311,6 +311,47 @@ def tuned_with_wide_rows(data: Any) -> Cells:
     return _tuned_rows(named | uniform)
 
 
+@table("tune-rows", "smollm2-tune-rows.json")
+def tuned_with_rows_per_layer(data: Any) -> Cells:
+    named: dict[str, Any] = {}
+    for run in data["runs"]:
+        what = f"rows in {run['rows_in']}"
+        named |= {f"policy, --budget {b}bits, {what}": one for b, one in run["policies"].items()}
+        named |= run["uniform"]
+    return _tuned_rows(named)
+
+
+@table("tune-rows-goals", "smollm2-tune-rows.json")
+def goals_of_rows_per_layer(data: Any) -> Cells:
+    """The last run that has a policy of these bits counts."""
+    uniform: dict[str, Any] = {}
+    policies: dict[str, Any] = {}
+    for run in data["runs"]:
+        uniform |= run["uniform"]
+        policies |= run["policies"]
+    plain = {name: one for name, one in uniform.items() if " wide" not in name}
+    lines = [["bits", "KL, of the best uniform format within the policy's bytes",
+              "of the best without wide rows", "bytes saved at equal KL", "without wide rows"]]  # fmt: skip
+    for bits, policy in policies.items():
+        shares = [f"{_share_of_kl(policy, some):.2f}x" for some in (uniform, plain)]
+        saved = [percent(_saved(policy, some), digits=0) for some in (uniform, plain)]
+        lines.append([bits, *shares, *saved])
+    return lines
+
+
+def _share_of_kl(policy: Any, uniform: dict[str, Any]) -> float:
+    size = policy["bytes_per_token"]
+    within = [u["kld_mean"] for u in uniform.values() if u["bytes_per_token"] <= size]
+    return float(policy["kld_mean"] / min(within))
+
+
+def _saved(policy: Any, uniform: dict[str, Any]) -> float:
+    as_good = [
+        u["bytes_per_token"] for u in uniform.values() if u["kld_mean"] <= policy["kld_mean"]
+    ]
+    return float(1 - policy["bytes_per_token"] / min(as_good))
+
+
 @table("tune-calibrated", "smollm2-tune-calibrated.json", "smollm2-tune.json")
 def tuned_calibrated(data: Any, plain: Any) -> Cells:
     rows = {

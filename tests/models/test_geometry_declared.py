@@ -103,6 +103,8 @@ def _refused(config: dict[str, Any], named: str) -> None:
         ("gemma3", {"vision_config": {"hidden_size": "x"}}, "vision_config.hidden_size is 'x'"),
         ("gemma3", {"vision_config": {"dtype": "x"}}, "vision_config.dtype is 'x'"),
         ("gemma3", {"vision_config": 3}, "vision_config is 3"),
+        ("gemma4_text", {"use_bidirectional_attention": 3}, "use_bidirectional_attention is 3"),
+        ("gemma4_text", {"rope_parameters": {}}, "rope_parameters.sliding_attention is missing"),
     ],
 )
 def test_what_transformers_cannot_make_is_named(

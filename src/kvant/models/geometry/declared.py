@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.fields import Fields, shown
 
 _KINDS: Mapping[str, tuple[type, str]] = {
     "bool": (bool, "true or false"),
@@ -60,6 +60,9 @@ def refuse_undeclared(fields: Fields, model_type: str) -> None:
         value = fields.given(name)
         if isinstance(value, int | float) and not least <= value <= most:
             raise fields.bad(name, f"transformers takes numbers from {least} to {most}")
+    for name, allowed in _declared(model_type).choices.items():
+        if name in fields.names() and fields.given(name) not in allowed:
+            raise fields.bad(name, f"transformers takes {', '.join(map(shown, allowed))}")
     for name in _ACTIVATIONS:
         known = activations()
         if known and isinstance(value := fields.given(name), str) and value not in known:
@@ -104,6 +107,7 @@ class _Declared:
     defaults: Mapping[str, Any]
     same: Mapping[str, str]  # pairs of names of one field
     sections: Mapping[str, str]
+    choices: Mapping[str, tuple[Any, ...]]
 
 
 @cache
@@ -113,6 +117,7 @@ def _declared(model_type: str) -> _Declared:
     defaults: dict[str, Any] = {}
     same: dict[str, str] = {}
     sections: dict[str, str] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
     made = _class_of(model_type)
     for line in () if made is None else made.body:
         if isinstance(line, ast.Assign) and isinstance(line.value, ast.Dict):
@@ -125,6 +130,8 @@ def _declared(model_type: str) -> _Declared:
         name, value = line.target.id, line.value
         # A value of JSON is never an object of a class.
         found = tuple(kind for kind in _names(line.annotation) if not kind.endswith("Config"))
+        if (words := _literals(line.annotation)) is not None:
+            choices[name] = words
         if found and all(kind in _KINDS for kind in found):
             kinds[name] = found
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Call):
@@ -134,7 +141,7 @@ def _declared(model_type: str) -> _Declared:
             value = next((one.value for one in value.keywords if one.arg == "default"), None)
         if isinstance(value, ast.Constant) and isinstance(value.value, bool | int | float | str):
             defaults[name] = value.value
-    return _Declared(kinds, ranges, defaults, same, sections)
+    return _Declared(kinds, ranges, defaults, same, sections, choices)
 
 
 def _sections(made: ast.Dict) -> Iterator[tuple[str, str]]:
@@ -186,6 +193,19 @@ def _names(annotation: ast.expr) -> Iterator[str]:
         yield "None"
     else:
         yield annotation.id if isinstance(annotation, ast.Name) else ""
+
+
+def _literals(annotation: ast.expr) -> tuple[Any, ...] | None:
+    """Returns the values of an annotation of literals, None for another one."""
+    if isinstance(annotation, ast.BinOp):
+        left, right = _literals(annotation.left), _literals(annotation.right)
+        return None if left is None or right is None else (*left, *right)
+    if isinstance(annotation, ast.Constant) and annotation.value is None:
+        return (None,)
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Literal":
+        return None
+    found = ast.literal_eval(annotation.slice)
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _is_kind(value: Any, kind: str) -> bool:

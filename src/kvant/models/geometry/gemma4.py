@@ -56,6 +56,7 @@ _PATTERN = 6
 def _layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
     kinds = (*full_every(fields, _PATTERN)[:-1], LayerType.FULL)
+    _check_rotary(fields, kinds)
     windows = windows_of(fields, kinds, read_window(fields))
     return tuple(
         attention_layer(index, prefix, heads, window, shared_with=source)
@@ -63,6 +64,18 @@ def _layers(fields: Fields, prefix: str) -> Layers:
             zip(_heads(fields, kinds), windows, kv_sources(fields, kinds), strict=True)
         )
     )
+
+
+def _check_rotary(fields: Fields, kinds: Sequence[LayerType]) -> None:
+    """Raises BadCheckpoint if a kind of layers has no rotary numbers where the config has any."""
+    rope = fields.inside("rope_parameters")
+    for kind in dict.fromkeys(kinds) if rope is not None else ():
+        assert rope is not None
+        section = rope.inside(kind.value)
+        if section is None:
+            raise rope.bad(kind.value, "layers of this kind rotate by its numbers")
+        if not section.has("rope_theta"):
+            raise section.bad("rope_theta", "rotary frequencies are powers of it")
 
 
 def _heads(fields: Fields, kinds: Sequence[LayerType]) -> Sequence[Heads]:

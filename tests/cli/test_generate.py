@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvant import LLM, SamplingParams
-from kvant.cli.generate import generate
+from kvant.cli.generate import _refuse_models, generate
 from kvant.errors import BadValue, ConfigError, DoesNotFit, NotServable, UnknownName
 from tests.engine import tiny_chat
 
@@ -61,6 +61,17 @@ def test_a_model_in_the_place_of_a_prompt_is_refused_with_its_flag(path: Path) -
     assert isinstance(refused, BadValue)
     assert refused.what == f"kvant generate takes prompts, and {path} is a model"
     assert refused.ways_out[0].arguments == ("--model", str(path))
+
+
+def test_a_prompt_that_only_ends_like_a_models_name_is_a_prompt(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path)
+    _refuse_models(["", "What is a .gguf", "model.gguf"])
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadValue, match=r"model\.gguf is a model"):
+        _refuse_models(["model.gguf"])
 
 
 def test_several_prompts_are_answered_in_their_order(path: Path, llm: LLM) -> None:
@@ -199,7 +210,7 @@ import kvant.cli.main
 assert not {"numpy", "http.client"} & set(sys.modules), "every command would pay for them"
 from typer.testing import CliRunner
 import typer
-from kvant.cli.generate import generate
+from kvant.cli.generate import _refuse_models, generate
 from kvant.cli.chat import chat
 for command, prompt in ((generate, ["Hello"]), (chat, [])):
     app = typer.Typer()

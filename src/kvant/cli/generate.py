@@ -136,7 +136,8 @@ def _refuse_models(prompts: list[str]) -> None:
     """Raises BadValue for a prompt that is a model on this machine, since other commands take it there."""
     for text in prompts:
         # A text may be longer than a name: os.path answers for those too.
-        if os.path.isfile(os.path.join(text, CONFIG_NAME)) or text.endswith(".gguf"):
+        is_file = text.endswith(".gguf") and os.path.isfile(text)
+        if is_file or (text and os.path.isfile(os.path.join(text, CONFIG_NAME))):
             raise BadValue(
                 f"kvant generate takes prompts, and {text} is a model",
                 why="its arguments are texts that a model continues",

@@ -195,8 +195,11 @@ def _rows(
 
     first = SINK_TOKENS if sink is None else sink
     usual = (0, *(n for n in RECENT if n + first <= length // 16))
+    counts = usual if recent is None else tuple(recent)
+    if not any(counts):
+        parse_wide_rows(sink, 0, formats[0] if formats else None)  # refuses options of no rows
     found: dict[AskedWide | None, None] = {}
-    for count in usual if recent is None else recent:
+    for count in counts:
         stored: Sequence[str | None] = (formats if count else None) or [None]
         for name in stored:
             found[parse_wide_rows(first if count else None, count, name)] = None

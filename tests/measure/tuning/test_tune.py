@@ -222,6 +222,9 @@ def test_wide_rows_to_choose_from_are_a_small_share_of_the_sequence() -> None:
     assert [one and (one.sink, one.recent, str(one.format)) for one in every] == [
         None, (4, 112, "model"), (4, 112, "int8_per_token_head"),
     ]  # fmt: skip
+    for given in ((None, None, ["int8_per_token_head"], 512), ([0], 4, None, 8192)):
+        with pytest.raises(BadValue, match="no recent tokens are wide"):
+            _rows(*given)
 
 
 def test_a_policy_for_another_model_is_refused(tuner: Tuner, tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def test_an_activation_that_transformers_lacks_is_refused_by_name() -> None:
         read_geometry({**configs.tiny("llama"), "hidden_act": "silly"})
 
 
+def test_nothing_is_refused_for_a_class_that_transformers_lacks() -> None:
+    given = Fields({"head_dim": None, "hidden_act": "its_own"})
+    refuse_undeclared(given, "a_type_of_its_own")
+    with pytest.raises(BadCheckpoint, match="head_dim"):
+        refuse_undeclared(given, "phi3")
+
+
 def test_what_a_config_leaves_out_is_as_the_class_has_it() -> None:
     for name in ("llama", "qwen3_moe", "gemma3_text", "gpt_oss", "siglip_vision_model"):
         made = CONFIG_MAPPING[name]()

@@ -44,7 +44,10 @@ def refuse_undeclared(fields: Fields, model_type: str) -> None:
 
     Checks nothing where transformers is not installed, or has no such class.
     """
-    for name, kinds in declared_kinds(model_type).items():
+    declared = _declared(model_type)
+    if not declared.kinds:
+        return
+    for name, kinds in declared.kinds.items():
         if name not in fields.names():
             continue
         value = fields.given(name)
@@ -54,13 +57,13 @@ def refuse_undeclared(fields: Fields, model_type: str) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise fields.bad(name, "it must be a number")
     for name in _MISSING_ALONE:
-        if fields.is_null(name) and declared_kinds(model_type).get(name, ()) == ():
+        if fields.is_null(name) and name not in declared.kinds:
             raise fields.bad(name, "transformers has a default for a missing one alone")
-    for name, (least, most) in _declared(model_type).ranges.items():
+    for name, (least, most) in declared.ranges.items():
         value = fields.given(name)
         if isinstance(value, int | float) and not least <= value <= most:
             raise fields.bad(name, f"transformers takes numbers from {least} to {most}")
-    for name, allowed in _declared(model_type).choices.items():
+    for name, allowed in declared.choices.items():
         if name in fields.names() and fields.given(name) not in allowed:
             raise fields.bad(name, f"transformers takes {', '.join(map(shown, allowed))}")
     for name in _ACTIVATIONS:

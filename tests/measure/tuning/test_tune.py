@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
 from kvant.measure.tuning.search import best_within, fewest_bytes
-from kvant.measure.tuning.tune import Tuner, divide_text
+from kvant.measure.tuning.tune import Lesson, Tuner, divide_text
 from tests.engine import tiny_chat
 
 FORMATS = [
@@ -225,6 +226,23 @@ def test_wide_rows_to_choose_from_are_a_small_share_of_the_sequence() -> None:
     for given in ((None, None, ["int8_per_token_head"], 512), ([0], 4, None, 8192)):
         with pytest.raises(BadValue, match="no recent tokens are wide"):
             _rows(*given)
+
+
+def test_a_window_that_does_not_fit_names_the_option_of_its_length(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 256, dtype=torch.int64)
+    longer = replace(tuner, lesson=Lesson(short, long, long))
+    named = []
+
+    def at_once(*_: object, option: str, **__: object) -> int:
+        named.append(option)
+        return 1
+
+    monkeypatch.setattr("kvant.measure.tuning.tune.windows_at_once", at_once)
+    for ids in (short, long):
+        longer._comparisons("a", {"b": tuner.wide}, ids)
+    assert named == ["--context", "--verify-context"]
 
 
 def test_a_policy_for_another_model_is_refused(tuner: Tuner, tmp_path: Path) -> None:

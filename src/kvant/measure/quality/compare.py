@@ -90,11 +90,12 @@ def windows_at_once(
     *,
     vocab_size: int,
     device: torch.device,
+    option: str = "--context",
 ) -> int:
     """Returns how many windows of `context` tokens are read side by side.
 
     On a GPU, as many as its free memory has room for with the baseline and the largest of `plans`. Raises
-    DoesNotFit, with the longest context that fits, if that is none.
+    DoesNotFit, with the longest context that fits, if that is none. option: that names `context`.
     """
     if device.type != "cuda":
         return MOST_WINDOWS
@@ -116,7 +117,7 @@ def windows_at_once(
         f"a window of {context:,} tokens does not fit into the memory of {device}",
         why=f"it takes {taken(1, context) / 1e9:.1f} GB in two formats, and {free / 1e9:.1f} GB are free",
         ways_out=(
-            *([WayOut("read shorter windows", ("--context", str(longest)))] if longest > 0 else ()),
+            *([WayOut("read shorter windows", (option, str(longest)))] if longest > 0 else ()),
             WayOut("read it on the CPU", ("--device", "cpu")),
         ),
     )

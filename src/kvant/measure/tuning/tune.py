@@ -422,9 +422,11 @@ class Tuner:
         return {keys[name]: sum(values) / len(values) for name, values in kl.items()}
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
+        is_measured = ids.shape[1] == self.lesson.measured.shape[1]
         most = windows_at_once(
             self.wide, plans.values(), ids.shape[1], vocab_size=self.llm.engine.vocab_size,
             device=runner_of(self.llm).device,
+            option="--context" if is_measured else "--verify-context",
         )  # fmt: skip
         return [
             comparison(self.llm, self.wide, name, plans, batch)

@@ -44,10 +44,10 @@ def refuse_undeclared(fields: Fields, model_type: str) -> None:
 
     Checks nothing where transformers is not installed, or has no such class.
     """
-    declared = _declared(model_type)
-    if not declared.kinds:
+    taken, declared = declared_kinds(model_type), _declared(model_type)
+    if not taken:
         return
-    for name, kinds in declared.kinds.items():
+    for name, kinds in taken.items():
         if name not in fields.names():
             continue
         value = fields.given(name)
@@ -57,7 +57,7 @@ def refuse_undeclared(fields: Fields, model_type: str) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise fields.bad(name, "it must be a number")
     for name in _MISSING_ALONE:
-        if fields.is_null(name) and name not in declared.kinds:
+        if fields.is_null(name) and name not in taken:
             raise fields.bad(name, "transformers has a default for a missing one alone")
     for name, (least, most) in declared.ranges.items():
         value = fields.given(name)

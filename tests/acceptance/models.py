@@ -165,6 +165,7 @@ PHI3: dict[str, Any] = config(
     num_key_value_heads=8,
     head_dim=96,
     sliding_window=None,
+    pad_token_id=0,  # else 32,000, which the vocabulary does not have
 )
 
 DFLASH: dict[str, Any] = {

@@ -135,7 +135,7 @@ def test_what_transformers_cannot_make_is_named(
         ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0"),
         ("deepseek_v3", {"n_group": None}, "n_group is null"),
         ("deepseek_v3", {"head_dim": 6}, "head_dim is 6"),
-        ("phi3", {"pad_token_id": ...}, "pad_token_id is 32000"),
+        ("phi3", {"pad_token_id": ...}, "pad_token_id is missing"),
         ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window is null"),
         ("gemma3", {"vision_config": {"hidden_size": 0}}, "vision_config.hidden_size is 0"),

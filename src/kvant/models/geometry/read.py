@@ -49,7 +49,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         state_dtype=read_state_dtype(fields),
     )
     said = fields.text("model_type") or model_type
-    _refuse_padding(fields.completed(left_out(fields.names(), said)), geometry.vocab_size)
+    _refuse_padding(fields, left_out(fields.names(), said), geometry.vocab_size)
     with suppress(MissingField):  # the cache's shape does not depend on all of them
         for _ in decoder_weights(config, family, layers):
             pass
@@ -128,8 +128,14 @@ def _refuse_other_length(fields: Fields, name: str) -> None:
         raise fields.bad(name, f"it has {len(words)} entries for {count} layers")
 
 
-def _refuse_padding(fields: Fields, vocab_size: int) -> None:
-    """Raises BadCheckpoint for a padding token that has no row of the embedding."""
-    pad = fields.raw("pad_token_id")
+def _refuse_padding(fields: Fields, defaults: Mapping[str, Any], vocab_size: int) -> None:
+    """Raises BadCheckpoint for a padding token that has no row of the embedding.
+
+    defaults: values that transformers takes for missing fields.
+    """
+    pad = fields.completed(defaults).raw("pad_token_id")
     if type(pad) is int and not -vocab_size <= pad < vocab_size:
-        raise fields.bad("pad_token_id", f"the vocabulary has {vocab_size} tokens")
+        why = f"the vocabulary has {vocab_size} tokens"
+        if fields.raw("pad_token_id") is None:
+            why = f"transformers then takes {pad}, and {why}"
+        raise fields.bad("pad_token_id", why)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from kvant import LLM
 from kvant.attention.cpu.backend import backend as cpu_backend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
@@ -371,3 +373,31 @@ def test_a_gpu_runs_a_stored_checkpoint_in_kvants_own_decoder() -> None:
     assert choice.stored is not None
     assert choice.info is not None
     assert choice.info.name in {"few rows", "fused"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "changes", "says"),
+    [
+        ("fp8 block", {"activation_scheme": 3}, "activation_scheme is 3"),
+        ("fp8 block", {"weight_block_size": "x"}, "weight_block_size is 'x'"),
+        ("fp8 block", {"quant_method": 3}, "quant_method is 3"),
+        ("awq", {"bits": None}, "bits is null"),
+        ("gptq", {"desc_act": "x"}, "desc_act is 'x'"),
+        ("ct int4", {"ignore": 3}, "ignore is 3"),
+        ("ct int4", {"ignore": ["re:("]}, "names modules by a broken pattern"),
+    ],
+)
+def test_a_declaration_of_a_wrong_kind_is_refused_in_planning_and_at_start(
+    dialect: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+    for device in (DeviceFacts(DeviceKind.CPU), GPU):
+        planned = plan_of(PlanRequest(str(path), device))
+        assert not planned.can_run
+        assert any(says in line for line in planned.obstacles)
+    with pytest.raises(BadCheckpoint, match=re.escape(says)) as refused:
+        LLM(path)
+    assert refused.value.ways_out

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
@@ -164,23 +165,45 @@ def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored |
     return found
 
 
+def refuse_unreadable(config: Mapping[str, Any]) -> BadCheckpoint | None:
+    """Returns the error of a quantization_config with a value that no reader takes; None for others."""
+    if not isinstance(config.get("quantization_config"), Mapping):
+        return None
+    try:
+        _read(config)
+    except BadCheckpoint as fault:
+        return fault
+    except re.error as fault:
+        return BadCheckpoint(
+            "config.json: quantization_config names modules by a broken pattern",
+            why=str(fault),
+            ways_out=(COMPARE_CONFIG,),
+        )
+    return None
+
+
 def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
     """Reads the quantization_config of a checkpoint."""
-    if isinstance(config.get("text_config"), Mapping):
-        return NotStored("models with several parts are decoded while they are loaded")
     try:
-        fields = Fields(config).inside("quantization_config")
-        assert fields is not None
-        method = fields.text("quant_method") or ""
-        if lists_experts(config) or method == "mxfp4":
-            return _with_experts(Fields(config), fields, method)
-        reader = _READERS.get(method)
-        if reader is None:
-            return NotStored(f"Kvant has no products for {shown(method)}")
-        return reader(fields)
+        return _read(config)
     except (BadCheckpoint, re.error) as fault:
         what = fault.what if isinstance(fault, BadCheckpoint) else str(fault)
         return NotStored(f"the quantization_config cannot be read: {what}")
+
+
+def _read(config: Mapping[str, Any]) -> Stored | NotStored | None:
+    """Reads the quantization_config. Raises BadCheckpoint and re.error for values of a wrong kind."""
+    if isinstance(config.get("text_config"), Mapping):
+        return NotStored("models with several parts are decoded while they are loaded")
+    fields = Fields(config).inside("quantization_config")
+    assert fields is not None
+    method = fields.text("quant_method") or ""
+    if lists_experts(config) or method == "mxfp4":
+        return _with_experts(Fields(config), fields, method)
+    reader = _READERS.get(method)
+    if reader is None:
+        return NotStored(f"Kvant has no products for {shown(method)}")
+    return reader(fields)
 
 
 def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotStored | None:

@@ -24,7 +24,7 @@ from kvant.models.locate import locate
 from kvant.models.overrides import with_overrides
 from kvant.models.read_shape import read_shape
 from kvant.models.select import select_forward
-from kvant.models.stored import Stored, decoded_here, read_blocks, read_stored
+from kvant.models.stored import Stored, decoded_here, read_blocks, read_stored, refuse_unreadable
 from kvant.models.weights import read_stored_weights
 from kvant.plan.device import device_memory
 from kvant.plan.facts import Facts, ModelFacts
@@ -125,6 +125,7 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     names = (name for header in headers or () for name in header.tensors)
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
     is_read = decoded_here(config) is not None or _are_kept(config, shape.geometry, device)
+    refusal = refusal or refuse_unreadable(config)
     if refusal is None and not is_read:
         refusal = refuse_weights(config, local.path, device)
     tensors = None

@@ -118,15 +118,15 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     else:
         checkpoint = read_checkpoint(local.path, config, headers)
     weights = read_stored_weights(local.path, config, headers)
-    decoded = are_decoded(config, device) or decoded_here(config) is not None
+    ours = decoded_here(config) is not None
+    decoded = ours or are_decoded(config, device)
     if not is_target:
         return ModelFacts(local, config, checkpoint, weights, decoded)
     shape = read_shape(config)  # raises for a drafter
     names = (name for header in headers or () for name in header.tensors)
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
-    is_read = decoded_here(config) is not None or _are_kept(config, shape.geometry, device)
     refusal = refusal or refuse_unreadable(config)
-    if refusal is None and not is_read:
+    if refusal is None and not ours and not _are_kept(config, shape.geometry, device):
         refusal = refuse_weights(config, local.path, device)
     tensors = None
     if headers is not None:

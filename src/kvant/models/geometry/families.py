@@ -105,11 +105,18 @@ def decoder_weights(
 
     Raises MissingField if the class does not say it, BadCheckpoint for invalid fields.
     """
+    yield from family.weights(
+        text_fields(config, family).completed(class_defaults(config, family)), tuple(layers)
+    )
+
+
+def class_defaults(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Returns what transformers' class of the decoder takes for the fields that the config leaves out."""
     fields = text_fields(config, family)
     said = Fields(config).text("model_type") or family.model_types[0]
     if family.in_text_config:
         said = fields.text("model_type") or f"{said}_text"
-    yield from family.weights(fields.completed(left_out(fields.names(), said)), tuple(layers))
+    return left_out(fields.names(), said)
 
 
 def _without_type(architectures: tuple[str, ...]) -> BadCheckpoint:

@@ -9,8 +9,8 @@ from typing import Any
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.geometry.declared import left_out, refuse_undeclared, type_of_section
-from kvant.models.geometry.families import decoder_weights, find_family, text_fields
+from kvant.models.geometry.declared import refuse_undeclared, type_of_section
+from kvant.models.geometry.families import class_defaults, decoder_weights, find_family, text_fields
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import MAX_TOKENS, Fields, MissingField, shown
 from kvant.models.geometry.rope import DYNAMIC, check_rotary, rope_section, rope_types
@@ -48,8 +48,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         not_runnable=family.not_runnable,
         state_dtype=read_state_dtype(fields),
     )
-    said = fields.text("model_type") or model_type
-    _refuse_padding(fields, left_out(fields.names(), said), geometry.vocab_size)
+    _refuse_padding(fields, class_defaults(config, family), geometry.vocab_size)
     with suppress(MissingField):  # the cache's shape does not depend on all of them
         for _ in decoder_weights(config, family, layers):
             pass

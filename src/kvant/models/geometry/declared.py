@@ -32,7 +32,6 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 }
 """Python's type of a JSON value, and its name in messages, by the name in an annotation."""
 
-
 _MISSING_ALONE = ("head_dim",)
 """Fields that some classes do not declare, and that their modules compute if they are missing."""
 

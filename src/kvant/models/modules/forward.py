@@ -105,9 +105,8 @@ def _experts_in(module: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     """Yields modules that hold all experts of a layer, transformers' or narrow ones, and their numbers."""
     for part in module.modules():
         count = getattr(part, "num_experts", None)
-        if isinstance(count, int) and hasattr(
-            part, "down_proj"
-        ):  # a router has a number of them too
+        holds_weights = hasattr(part, "down_proj")  # a router has a number of experts too
+        if isinstance(count, int) and holds_weights:
             yield part, count
 
 

@@ -7,7 +7,7 @@ import torch
 
 from kvant.weights.codecs import decode, encode
 from kvant.weights.cuda import few_rows, shared_rows, wide_rows
-from kvant.weights.cuda.few_rows import MOST_ROWS, Act, Warps, token_tiles
+from kvant.weights.cuda.few_rows import MOST_ROWS, Act, Kind, Pairs, Warps, token_tiles
 from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.format import (
     FP8_BLOCK,
@@ -55,6 +55,18 @@ def test_formats_that_the_kernel_does_not_read_are_left_to_others() -> None:
     assert not few_rows.reads(FP8_CHANNEL, 120, 128, torch.bfloat16)
     assert few_rows.reads(MXFP4, 128, 96, torch.bfloat16)
     assert not few_rows.reads(MXFP4, 128, 96, torch.float16)
+
+
+def test_only_products_of_bare_codes_have_room_for_blocks_sums() -> None:
+    def size(fmt: WeightFormat, kind: Kind) -> int:
+        macros = few_rows.defines(fmt, 1024, 1, torch.bfloat16, Warps(1, 2, 2), kind)
+        return few_rows.shared_bytes(macros)
+
+    fmt = int4_groups(128)
+    one, alone = Kind(one=True), Kind(one=True, pairs=Pairs.ALONE)
+    assert size(fmt, one) - size(fmt, alone) == 1024 // 128 * 2 * 4
+    assert size(MXFP4, one) == size(MXFP4, alone)
+    assert size(int4_groups(32), one) == size(int4_groups(32), alone)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,9 @@
 // are added; SUPER: inputs that share float16 factors of scales and of offsets, whose sign turns; 0 without; BIAS; BFLOAT16, else half; NT tiles of 8 tokens; RT tiles of 16 rows;
 // WARPS; STAGES blocks of 128 columns that a warp has fetched; K columns, or `inputs`; TOP_K for EXPERTS 3; ALTERNATING order of gates and
 // ups; ACTIVATION 0 silu, 1 gelu_tanh, 2 clamped; SHARE: results are multiplied by weights of pairs; PDL:
-// the program may start while the kernel before it runs.
+// the program may start while the kernel before it runs; BARE: 4-bit codes for a single row stay 1024 + code, or
+// 1024 + 16 times the code in high halves, whose columns of x are divided by 16. What that adds is taken from a block's
+// sum.
 
 #define PARTS (SCALES == 2 || (SCALES == 1 && !FINE) || EXPERTS == 3)  // sums of a block are scaled
 #define RAGGED (K % 128 != 0)
@@ -36,13 +38,6 @@
 #define RING (WARPS * STAGES * SLOT)
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
 #define THREADS (WARPS * 32)
-// 4-bit codes for a single row stay 1024 + code, or 1024 + 16 times the code in high halves, whose columns of x are
-// divided by 16. What that adds is taken from a block's sum.
-#if ONE && CODE == 2 && SCALES == 1 && GROUP == 128 && K % 128 == 0 && !EXPERTS && !OFFSETS && !SUPER
-#define BARE 1
-#else
-#define BARE 0
-#endif
 // One product, at most one result per thread: what only that result needs is fetched before the launch in front ends.
 #define EARLY (ONE && !EXPERTS && (GATED ? 8 : 16) * RT <= THREADS)
 

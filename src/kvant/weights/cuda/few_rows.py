@@ -165,6 +165,8 @@ def defines(
 ) -> dict[str, int | str]:
     """Returns the macros of `few_rows.cu`. tiles: of 8 tokens. ahead: may overlap the previous launch."""
     scales = {(1, WHOLE): 0, (BLOCK, BLOCK): 2}.get((fmt.rows, fmt.columns), 1)
+    by_blocks = (fmt.rows, fmt.columns) == (1, BLOCK) and fmt.code is Code.INT4
+    bare = kind.one and kind.pairs is Pairs.NONE and by_blocks and columns % BLOCK == 0
     return {
         "CODE": _CODES[fmt.code], "SCALES": scales, "GROUP": fmt.columns if scales == 1 else BLOCK,
         "SCALE_TYPE": _SCALES[fmt.scale], "ZEROS": int(fmt.zero_points), "BIAS": int(bias),
@@ -175,7 +177,7 @@ def defines(
         "NORM": int(kind.norm) * (2 if kind.plus else 1), "GATED": int(kind.gated),
         "ALTERNATING": int(kind.alternating),
         "ACTIVATION": kind.act.value, "ADDED": int(kind.added), "EXPERTS": kind.pairs.value,
-        "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead),
+        "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead), "BARE": int(bare),
     }  # fmt: skip
 
 
@@ -199,7 +201,7 @@ def shared_bytes(macros: Mapping[str, int | str]) -> int:
     staged = 0
     if m["ONE"]:
         staged = 2 * m["K"] * (m["TOP_K"] if m["EXPERTS"] == 3 else 1)
-        staged += m["K"] // 16 if m["CODE"] == 2 else 0  # two sums of a block of 128 columns
+        staged += m["K"] // 16 if m["BARE"] else 0  # two sums of a block of 128 columns
     return max(warps * m["STAGES"] * slot, sums) + staged
 
 

@@ -68,6 +68,25 @@ def window_copies(data: Any) -> Cells:
     return lines
 
 
+COPIED = "h200-loads-qwen3-30b-a3b-512.json"
+_BEFORE = FILES["qwen3-30b-a3b"]
+
+
+@table("copied-experts", COPIED, _BEFORE, "h200-vllm-qwen3-30b-a3b.json")
+def copied_experts(now: Any, before: Any, vllm: Any) -> Cells:
+    """Returns the only load of `now` beside earlier calls."""
+    (load,) = speeds(now)
+    speed, old = speeds(now)[load][0], speeds(before)[load][0]
+    (theirs,) = (
+        output_tokens_per_second(load, r["seconds"]) for r in vllm["rounds"] if r["load"] == load
+    )
+    return [
+        ["qwen3-30b-a3b, requests x input/output", "tok/s", "before", "vLLM then", "over vLLM then", "goal"],
+        [load, f"{speed:.0f}", f"{old:.0f}", f"{theirs:.0f}", f"{speed / theirs:.2f}",
+         held(speed / theirs, 1.1, least=True)],
+    ]  # fmt: skip
+
+
 HYBRID = "h200-loads-qwen3.5-9b.json"
 HYBRID_SHARE = 0.75
 

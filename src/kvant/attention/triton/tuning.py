@@ -37,8 +37,9 @@ def shape_for(
     if rows <= 16:
         if head_dim > 256:
             return Shape(16, 32, 4, 2, 2)
-        if head_dim > 128 and a.elements == b.elements == 1:
-            # Two warps would hold 255 registers each; the third stage hides more of the memory's latency.
+        if head_dim > 128 and a.elements == b.elements == 1 and crowd > 0.1:
+            # Two warps would hold 255 registers each; the third stage hides more of the memory's latency. A
+            # launch for one sequence is faster alone, too, but steps of one request were slower.
             return Shape(16, 32, 4, 3, 2)
         if head_dim > 128:
             return Shape(16, 32, 2, 2, 4)

@@ -24,7 +24,7 @@ from kvant.cli.output import OutFile, write_json
 from kvant.engine.llm import LLM
 from kvant.execution.runner import ModelRunner
 from kvant.kv.groups import bytes_per_token_at
-from kvant.kv.names import parse_format
+from kvant.kv.names import parse_format, parse_sides
 from kvant.kv.request import Asked, AskedWide, KVRequest
 from kvant.kv.spec import KVPlan
 from kvant.kv.wide import ask_wide
@@ -114,7 +114,7 @@ def wide_rows(
 
 def _asked(pair: str, stored: str) -> AskedWide | None:
     sink, recent = (int(part) for part in pair.split("+"))
-    format_ = parse_format(stored, asked_by="--kv-recent-dtype") if recent else None
+    format_ = parse_sides(stored, asked_by="--kv-recent-dtype") if recent else None
     return ask_wide(sink, recent, format_, asked_by=f"--rows {pair}")
 
 

@@ -23,6 +23,7 @@ BACKENDS: dict[str, AttentionBackend] = {
     "reference, invariant": ReferenceBackend(batch_invariant=True),
     "cpu": CpuBackend(),
 }
+FEEDBACK = KVDtype.INT4_SHORT_FEEDBACK
 PAIRS = [
     (KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD),
     (KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3),
@@ -40,9 +41,11 @@ def need_of(
     recent: int = 20,
     sinks: bool = False,
     softcap: float = 0.0,
+    sides: str = "kv",
 ) -> Need:
     g = layer(num_q_heads=6, num_kv_heads=2, head_dim_k=64, sinks=sinks, softcap=softcap)
-    rows = WideRows(choice(wide), choice(wide), sink, recent)
+    wide_k, wide_v = (choice(wide) if side in sides else None for side in "kv")
+    rows = WideRows(wide_k, wide_v, sink, recent)
     return Need(g, k, v, ComputeDtype.FLOAT32, 16, CPU, wide=rows)
 
 
@@ -65,6 +68,16 @@ def test_wide_rows_have_any_wide_format_and_layers_what_they_have(name: str) -> 
     ):
         outcome = hold(BACKENDS[name], Trial(made, STEP, odd_rows=True), HOST)
         assert outcome.wrong is None
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("sides", ["k", "v"])
+def test_one_side_alone_is_read_wide(name: str, sides: str) -> None:
+    for k, v in (*PAIRS, (KVDtype.FP8_E4M3, KVDtype.INT4_SHORT), (FEEDBACK, KVDtype.NORMAL2)):
+        for sink, recent in ((4, 20), (0, 7)):
+            made = need_of(k, v, sink=sink, recent=recent, sides=sides)
+            outcome = hold(BACKENDS[name], Trial(made, STEP), HOST)
+            assert outcome.wrong is None, f"{k}/{v}, {sink}, {recent}: {outcome.wrong}"
 
 
 @pytest.mark.parametrize("name", ["reference, invariant", "cpu"])

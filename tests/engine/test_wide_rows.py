@@ -12,7 +12,7 @@ from kvant import LLM
 from kvant.errors import NotServable
 from kvant.kv.dtype import KVDtype
 from kvant.kv.groups import lay_out
-from kvant.kv.names import FormatRequest
+from kvant.kv.names import FormatRequest, SideRequests
 from kvant.kv.pages import SCRATCH
 from kvant.kv.request import Asked, AskedWide, KVRequest, Selector, WideRule
 from kvant.plan.resolution import resolve_again
@@ -23,7 +23,7 @@ PAGE_SIZE = 4
 NUM_TOKENS = 24
 SINK, RECENT = 3, 10
 NARROW = FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)
-WIDE = FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32)
+WIDE = SideRequests(KVDtype.FLOAT32, KVDtype.FLOAT32)
 PROMPTS = [[(11 * i + 5 * j * j + j) % 125 + 3 for j in range(3 + (13 * i) % 47)] for i in range(7)]
 LONG = [(7 * j * j + 3 * j) % 125 + 3 for j in range(60)]
 
@@ -87,6 +87,29 @@ def test_layers_have_numbers_of_wide_rows_of_their_own(where: Path) -> None:
     )
     groups = lay_out(bench.plan).groups
     assert {(g.window, g.sink) for g in groups[1:]} == {(RECENT, SINK), (3 * RECENT, SINK)}
+    prompts = [LONG, *PROMPTS]
+    expected = bench.alone(prompts, NUM_TOKENS)
+    assert expected != bench_of(where).alone(prompts, NUM_TOKENS)
+    engine = bench.engine(num_pages=900, windows=True, caching=True, chunk=16)
+    for _ in range(2):  # the second time from the cache
+        found = run(engine, prompts, NUM_TOKENS, after_step=lambda: sound(engine))
+        assert tokens(found) == expected
+
+
+def test_layers_store_one_side_wide_each(where: Path) -> None:
+    llm = bench_of(where).llm
+    keys, values = (
+        AskedWide(SINK, RECENT, SideRequests(*sides), "test")
+        for sides in ((KVDtype.FLOAT32, None), (None, KVDtype.FLOAT32))
+    )
+    bench = Bench(llm)
+    rule = WideRule(Selector("1", first=1, last=1), values, "test")
+    bench.plan = resolve_again(
+        llm.planned, KVRequest(explicit=(Asked(NARROW, "test"),), wide=keys, wide_rules=(rule,))
+    )
+    assert [str(layer.wide) for layer in bench.plan.layers] == [
+        f"first {SINK} and last {RECENT} of {side} in float32" for side in "KV"
+    ]
     prompts = [LONG, *PROMPTS]
     expected = bench.alone(prompts, NUM_TOKENS)
     assert expected != bench_of(where).alone(prompts, NUM_TOKENS)

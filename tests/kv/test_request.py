@@ -120,7 +120,7 @@ def test_the_draft_prefix_addresses_the_drafter() -> None:
      "recent_tokens: many", "recent_tokens: -1", "sink_tokens: 4", "recent_tokens: 0\nsink_tokens: 4",
      "draft: {recent_tokens: 64}", "draft: {rules: [{layers: 0, recent_tokens: 64}]}",
      "rules: [{layers: 0, sink_tokens: 4}]", "rules: [{layers: 0, recent_tokens: -1}]",
-     "{recent_tokens: 64, recent_dtype: fp9}"],
+     "{recent_tokens: 64, recent_dtype: fp9}", "{recent_tokens: 64, recent_dtype: q=model}"],
 )  # fmt: skip
 def test_malformed_policies_are_refused_with_the_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "policy.yaml"
@@ -174,13 +174,15 @@ def test_a_rule_of_a_policy_asks_for_wide_rows_of_its_layers(tmp_path: Path) -> 
     path = tmp_path / "policy.yaml"
     path.write_text(
         "recent_tokens: 64\nrecent_dtype: bf16\nrules: [{layers: '1,4', v: nvfp4, recent_tokens: 256},"
-        "{layers: 2, recent_tokens: 0}, {layers: 3, sink_tokens: 48}, {layers: 0-4, k: fp8}]\n"
+        "{layers: 2, recent_tokens: 0}, {layers: 3, sink_tokens: 48, recent_dtype: k=model},"
+        "{layers: 0-4, k: fp8}]\n"
     )
     request = read_policy(path).target
     found = [request.wide_of(layer(index), 6) for index in range(6)]
     rows = [None if wide is None else (wide.sink, wide.recent) for wide in found]
     assert rows == [(16, 64), (16, 256), None, (48, 64), (16, 256), (16, 64)]
-    assert {wide.format.k for wide in found if wide is not None} == {KVDtype.BFLOAT16}
+    formats = [None if wide is None else str(wide.format) for wide in found]
+    assert formats == ["bfloat16", "bfloat16", None, "k=model", "bfloat16", "bfloat16"]
     assert len(request.rules) == 3
     options: LLMOptions = {"kv_cache_policy": path, "kv_recent_tokens": 0}
     assert not config_of("tiny", options).plan.requests.target.every_wide

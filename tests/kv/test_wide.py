@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvant.errors import BadValue
+from kvant.errors import BadValue, ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import Follow, KVDtype
+from kvant.kv.format import Side
 from kvant.kv.groups import Owner, bytes_per_token_at, lay_out, most_pages
-from kvant.kv.names import FormatRequest
+from kvant.kv.names import SideRequests, parse_sides
 from kvant.kv.pool import Arena, KVPool
 from kvant.kv.request import AskedWide, KVRequest, Selector, WideRule, parse_rule
 from kvant.kv.resolve import resolve
@@ -19,11 +20,11 @@ from kvant.kv.spec import KVPlan, Role
 from kvant.kv.wide import SINK_TOKENS, ask_wide
 from tests.kv.test_resolve import NUM_LAYERS, around, asks, geometry
 
-INT4, MODEL = KVDtype.INT4_PER_TOKEN_HEAD, FormatRequest(Follow.MODEL, Follow.MODEL)
+INT4 = KVDtype.INT4_PER_TOKEN_HEAD
 
 
 def planned(
-    k: KVDtype | Follow = INT4, *rules: str, recent: int = 128, stored: FormatRequest | None = None
+    k: KVDtype | Follow = INT4, *rules: str, recent: int = 128, stored: SideRequests | None = None
 ) -> KVPlan:
     """Layers 0, 2 and 4 keep every token, the others a window; they compute in bfloat16."""
     wide = ask_wide(None, recent, stored, asked_by="--kv-recent-tokens 128")
@@ -38,9 +39,10 @@ def test_narrow_layers_of_every_token_get_wide_rows_and_no_others() -> None:
     assert [layer.geometry.index for layer in plan.layers if layer.wide is not None] == [0, 4]
     wide = plan.layers[0].wide
     assert wide is not None
-    assert (wide.sink, wide.recent, wide.k.dtype) == (SINK_TOKENS, 128, KVDtype.BFLOAT16)
+    assert {choice.dtype for choice in wide.sides.values()} == {KVDtype.BFLOAT16}
+    assert (wide.sink, wide.recent) == (SINK_TOKENS, 128)
     assert str(wide) == "first 16 and last 128 in bfloat16"
-    assert "--kv-recent-tokens" in wide.k.because
+    assert "--kv-recent-tokens" in wide.because
 
 
 def test_a_rule_counts_instead_of_the_request_for_all_layers() -> None:
@@ -78,9 +80,57 @@ def test_wide_rows_of_wide_layers_have_no_effect_and_the_plan_says_so() -> None:
 def test_the_fingerprint_tells_which_tokens_are_wide() -> None:
     found = {planned(recent=n).fingerprint for n in (0, 64, 128)}
     found.add(
-        planned(stored=FormatRequest(KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.BFLOAT16)).fingerprint
+        planned(stored=SideRequests(KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.BFLOAT16)).fingerprint
     )
-    assert len(found) == 4
+    found |= {planned(stored=one_side(side)).fingerprint for side in "kv"}
+    assert len(found) == 6
+
+
+def one_side(side: str) -> SideRequests:
+    return parse_sides(f"{side}=model", asked_by="test")
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_one_side_alone_is_wide_and_the_other_lies_beside_it_as_it_is(side: str) -> None:
+    plan = planned(stored=one_side(side))
+    spec = plan.layers[0]
+    assert spec.wide is not None
+    assert [str(one.value) for one in spec.wide.sides] == [side]
+    assert str(spec.wide) == f"first 16 and last 128 of {side.upper()} in bfloat16"
+    assert spec.wide_spec is not None
+    assert spec.wide_spec.k is not None
+    assert spec.wide_spec.v is not None
+    stored = {"k": spec.wide_spec.k.dtype, "v": spec.wide_spec.v.dtype}
+    assert stored == {"k": INT4, "v": INT4} | {side: KVDtype.BFLOAT16}
+    narrow, both = planned(recent=0).bytes_per_token, bytes_per_token_at(planned(), 8192)
+    more, most = bytes_per_token_at(plan, 8192) - narrow, both - narrow
+    assert more == most * (2 * 64 + 32 + 4) / (2 * 2 * 64), "two bytes, and four bits and a scale"
+
+
+def test_a_wide_side_that_layers_store_as_wide_has_no_effect() -> None:
+    rules = ("0-:k=bf16,v=int4_per_token_head",)
+    plan = planned(INT4, *rules, stored=one_side("k"))
+    assert not plan.has_wide_rows
+    assert planned(INT4, *rules, stored=one_side("v")).has_wide_rows
+
+
+@pytest.mark.parametrize("text", ["q=bf16", "k=", "=bf16", "k=bf16/int8", "k=bf16,v=int8"])
+def test_what_names_no_side_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_sides(text, asked_by="--kv-recent-dtype")
+
+
+def test_a_side_that_is_not_wide_shares_what_its_rows_are_encoded_with() -> None:
+    plan = planned(INT4, "0:k=fp8,v=int4_per_token_head", stored=one_side("v"))
+    pool = KVPool(plan, 4, device=torch.device("cpu"), scales={(0, Side.K): torch.tensor([2.0])})
+    cache = pool[0]
+    assert cache.wide is not None
+    assert cache.wide.k_scale is cache.k_scale
+    pool.refit({(0, Side.K): torch.tensor([3.0])})
+    assert cache.wide.k_scale is not None
+    assert cache.wide.k_scale.item() == 3.0
+    assert cache.saturation is not None
+    assert cache.wide.saturation is None, "one of two equal rows counts"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +138,7 @@ def test_the_fingerprint_tells_which_tokens_are_wide() -> None:
 )
 def test_wide_rows_have_formats_that_are_wide(narrow: KVDtype | Follow) -> None:
     with pytest.raises(BadValue, match="wide rows cannot be") as fault:
-        planned(stored=FormatRequest(narrow, Follow.MODEL))
+        planned(stored=SideRequests(narrow, Follow.MODEL))
     assert fault.value.ways_out
 
 

@@ -127,7 +127,9 @@ def _refuse_wide(need: Need, info: BackendInfo) -> str | None:
         return None
     if not info.wide_rows:
         return f"its kernels read one form of a row, and the {wide} are asked for"
-    alone = replace(need, k=wide.k.dtype, v=wide.v.dtype, wide=None)
+    own_k, own_v = need.k, need.v
+    k, v = own_k if wide.k is None else wide.k.dtype, own_v if wide.v is None else wide.v.dtype
+    alone = replace(need, k=k, v=v, wide=None)
     reason = refusal(alone, info)
     return None if reason is None else f"wide rows: {reason}"
 

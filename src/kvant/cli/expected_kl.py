@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import Side
 from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.kv.spec import KVPlan, ScaleState, WideRows
 from kvant.kv.transfer.measured import conversion_kl
@@ -103,7 +104,9 @@ def _nearest(measured: list[dict[str, Any]], kv: KVPlan) -> dict[str, Any] | Non
     """Returns the measurement with the most wide rows within the plan's, at the longest context, or None."""
     stored: set[WideRows | None] = {layer.wide for layer in kv.layers}
     rows = stored.pop()
-    if stored or rows is None or not rows.k.dtype.format.is_native:
+    if stored or rows is None or len(rows.sides) < len(Side):
+        return None
+    if not all(choice.dtype.format.is_native for choice in rows.sides.values()):
         return None
     fitting = [e for e in measured if e["sink"] <= rows.sink and e["recent"] <= rows.recent]
     return max(fitting, key=lambda e: (e["recent"], e["sink"], e["context"]), default=None)

@@ -80,10 +80,10 @@ Restart = Annotated[
 
 def parse_wide_rows(sink: int | None, recent: int, dtype: str | None) -> AskedWide | None:
     """Parses the three options of rows that are stored wide too. Raises UnknownName or BadValue."""
-    from kvant.kv.names import parse_format
+    from kvant.kv.names import parse_sides
     from kvant.kv.wide import ask_wide
 
-    stored = None if dtype is None else parse_format(dtype, asked_by="--kv-recent-dtype")
+    stored = None if dtype is None else parse_sides(dtype, asked_by="--kv-recent-dtype")
     return ask_wide(sink, recent, stored, asked_by=f"--kv-recent-tokens {recent}")
 
 

@@ -12,7 +12,7 @@ from rich.text import Text
 from kvant.cli.expected_kl import conversions, expected_kl, risk
 from kvant.cli.output import plain
 from kvant.kv.memory import format_size
-from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState, Source
 from kvant.models.shape import ShapeSource
 from kvant.models.weight_audit import NUMBERS
 from kvant.plan.plan import KeptLayers, Plan, PlannedModel
@@ -124,7 +124,7 @@ def print_layers(model: PlannedModel, console: Console) -> None:
             console.print(reason, soft_wrap=True)
         wide = layers[0].wide
         if wide is not None:
-            line = f"wide: {wide}; {wide.k.source.value}: {wide.k.because}"
+            line = f"wide: {wide}; {Source.EXPLICIT.value}: {wide.because}"
             console.print(Text(_indent(widths) + line, style="dim"), soft_wrap=True)
         for line in _of_states(layers):
             console.print(Text(_indent(widths) + line, style="dim"), soft_wrap=True)

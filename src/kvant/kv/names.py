@@ -1,7 +1,8 @@
 """The only reader of format names.
 
 A format request is one name for both K and V, or `K/V`: "fp8", "fp8/int4_per_token_head", "auto".
-A few names are short for a pair: `kvant.kv.dtype.PAIR_NAMES`.
+A few names are short for a pair: `kvant.kv.dtype.PAIR_NAMES`. Where one side alone can be asked for, it is
+`k=F` or `v=F`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,24 @@ class FormatRequest:
     def __str__(self) -> str:
         k, v = str(self.k), str(self.v)
         return k if k == v else f"{k}/{v}"
+
+
+@dataclass(frozen=True, slots=True)
+class SideRequests:
+    """What was asked for K, for V, or for both. None: this side was not named."""
+
+    k: Request | None
+    v: Request | None
+
+    def __str__(self) -> str:
+        if self.k is not None and self.v is not None:
+            return str(FormatRequest(self.k, self.v))
+        return ",".join(f"{s}={f}" for s, f in (("k", self.k), ("v", self.v)) if f is not None)
+
+    @property
+    def named(self) -> tuple[Request, ...]:
+        """What was asked for the sides that were named."""
+        return tuple(side for side in (self.k, self.v) if side is not None)
 
 
 def known_names() -> tuple[str, ...]:
@@ -103,6 +122,22 @@ def parse_format(text: str, *, asked_by: str) -> FormatRequest:
         return FormatRequest(*pair)
     k = parse_one(parts[0], asked_by=asked_by)
     return FormatRequest(k, parse_one(parts[1], asked_by=asked_by) if len(parts) == 2 else k)
+
+
+def parse_sides(text: str, *, asked_by: str) -> SideRequests:
+    """`F`, `K/V`, or one side alone: `k=F` or `v=F`. asked_by: as in `parse_format`."""
+    side, found, name = text.partition("=")
+    if not found:
+        both = parse_format(text, asked_by=asked_by)
+        return SideRequests(both.k, both.v)
+    side = side.strip().lower()
+    if side not in ("k", "v"):
+        raise BadValue(
+            f"{asked_by}: {text!r} names no side",
+            why="it is F, K/V, k=F for keys or v=F for values",
+        )
+    one = parse_one(name, asked_by=asked_by)
+    return SideRequests(one, None) if side == "k" else SideRequests(None, one)
 
 
 def parse_compute_dtype(text: str, *, asked_by: str) -> ComputeDtype | None:

@@ -7,6 +7,7 @@ rules:                                 # optional; the closest selector wins, or
   - {layers: "re:.*global.*", k: nvfp4, v: model}
   - {layers: 4-7, recent_tokens: 256}  # wide rows of these layers; 0 for none
 recent_tokens: 128                     # optional, with sink_tokens and recent_dtype: rows that are wide too
+recent_dtype: k=model                  # optional: F, K/V, or the one side that is wide: k=F, v=F
 draft: {kv_cache_dtype: bf16, skip_layers: [], rules: []}
 model: {name: smollm2, fingerprint: 0123456789abcdef}   # optional; other models are refused
 """
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 
 from kvant.errors import BadValue
-from kvant.kv.names import parse_format, parse_one
+from kvant.kv.names import parse_format, parse_one, parse_sides
 from kvant.kv.request import (
     Asked,
     AskedWide,
@@ -85,7 +86,7 @@ def _wide_rows(
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise BadValue(f"{where}: {key} {number!r}", why="it is a number of tokens")
     stored, by = body.get("recent_dtype"), f"{where}: {', '.join(body)}"
-    format_ = None if stored is None else parse_format(str(stored), asked_by=by)
+    format_ = None if stored is None else parse_sides(str(stored), asked_by=by)
     recent, sink = body.get("recent_tokens"), body.get("sink_tokens")
     if rest is not None and recent != 0:
         recent = rest.recent if recent is None else recent

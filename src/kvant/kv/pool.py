@@ -21,7 +21,7 @@ from kvant.kv.format import Plane, Side
 from kvant.kv.groups import ArenaLayout, Owner, lay_out
 from kvant.kv.saturation import Saturated, largest_stored
 from kvant.kv.saturation_counter import SaturationCounter
-from kvant.kv.spec import KVPlan, LayerSpec, Role, ScaleState
+from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, ScaleState, WideRows
 
 SCRATCH_PAGE = 0
 """Page for writes of padding and warm-up; never handed out, never read by a request."""
@@ -244,8 +244,13 @@ class KVPool:
         return self._groups[layer]
 
     def _allocate(
-        self, spec: LayerSpec, owner: Owner, scales: Mapping[tuple[int, Side], Tensor]
+        self,
+        spec: LayerSpec,
+        owner: Owner,
+        scales: Mapping[tuple[int, Side], Tensor],
+        rows: WideRows | None = None,
     ) -> LayerCache:
+        """Storage of a layer, or of its wide rows, where `rows` says which sides are wide."""
         g = spec.geometry
         planes: dict[str, list[Tensor]] = {"k": [], "v": []}
         found = self.arena.planes(spec, owner)
@@ -259,14 +264,22 @@ class KVPool:
             given = scales.get((g.index, side))
             value = torch.tensor([choice.scale.fixed]) if given is None else given
             outside.append(value.to(device=self.device, dtype=torch.float32))
+        rounding = self._rounding(spec, scales)
         wide, group = None, 0
         if spec.wide_spec is not None:
             wide_owner = owner._replace(is_wide=True)
-            wide = self._allocate(spec.wide_spec, wide_owner, {})
+            # Tensors that are here already are not copied: both forms of a side that is not wide share them.
+            beside = (
+                (Side.K, rounding if outside[0] is None else outside[0]),
+                (Side.V, outside[1]),
+            )
+            shared = {(g.index, side): one for side, one in beside if one is not None}
+            wide = self._allocate(spec.wide_spec, wide_owner, shared, spec.wide)
             group = self.arena.layout.group_of(wide_owner)
+        counted = (spec.k, spec.v) if rows is None else (rows.k, rows.v)
         return LayerCache(
             spec, tuple(planes["k"]), tuple(planes["v"]), outside[0], outside[1],
-            self._saturation(spec), self._rounding(spec, scales), wide, group,
+            self._saturation(g.index, *counted), rounding, wide, group,
         )  # fmt: skip
 
     def _rounding(
@@ -282,12 +295,14 @@ class KVPool:
             return None
         return given.to(device=self.device, dtype=torch.float32).contiguous()
 
-    def _saturation(self, spec: LayerSpec) -> SaturationCounter | None:
+    def _saturation(
+        self, layer: int, k: Choice | None, v: Choice | None
+    ) -> SaturationCounter | None:
         compute = self.plan.compute_dtype
-        largest = largest_stored(spec.k, compute), largest_stored(spec.v, compute)
+        largest = largest_stored(k, compute), largest_stored(v, compute)
         if largest == (None, None):
             return None
-        return SaturationCounter(self._saturated[spec.geometry.index], largest)
+        return SaturationCounter(self._saturated[layer], largest)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -25,7 +25,7 @@ from typing import TypeVar
 from kvant.errors import KV_FORMAT, BadValue, WayOut
 from kvant.kv.dtype import Follow
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateKind
-from kvant.kv.names import FormatRequest, Request, parse_format, parse_one
+from kvant.kv.names import FormatRequest, Request, SideRequests, parse_format, parse_one
 
 _KINDS = {"sliding_window": Attention.SLIDING, "full": Attention.FULL}
 _STATEFUL = "linear_attention"
@@ -137,12 +137,13 @@ class AskedState:
 class AskedWide:
     """Tokens whose rows are stored a second time, in a wide format: the first `sink` and the last `recent`.
 
-    format: of these rows. Layers whose own rows are not narrower keep one form.
+    format: of these rows; a side that it does not name is read as the layer stores it. Layers whose own rows
+    are not narrower keep one form.
     """
 
     sink: int
     recent: int
-    format: FormatRequest
+    format: SideRequests
     asked_by: str
 
 
@@ -155,7 +156,7 @@ class WideRule:
     asked_by: str
 
     @property
-    def rows(self) -> tuple[int, int, FormatRequest] | None:
+    def rows(self) -> tuple[int, int, SideRequests] | None:
         """What equally close rules must agree on."""
         wide = self.wide
         return None if wide is None else (wide.sink, wide.recent, wide.format)

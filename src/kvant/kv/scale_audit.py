@@ -48,8 +48,8 @@ class ScaleAudit:
                     self._outside.append((label, scale, scale.clone()))
             wide = cache.wide
             if wide is not None:
-                assert spec.wide is not None
-                for choice, planes in ((spec.wide.k, wide.k), (spec.wide.v, wide.v)):
+                for choice, planes in ((wide.spec.k, wide.k), (wide.spec.v, wide.v)):
+                    assert choice is not None
                     self._groups[cache.wide_group] += _scales(choice.dtype.format, planes)
         self.page_bytes = max(
             sum(p[0].numel() * p.element_size() for p, _ in planes) for planes in self._groups

@@ -98,17 +98,30 @@ class WideRows:
     """Rows of a layer that are stored a second time, in wider formats: the first and the latest tokens'.
 
     A query at position i reads key j from them where j < sink or i - j < recent, else from the layer's pages.
+    k, v: at least one. The other side is stored there in the layer's own format.
     """
 
-    k: Choice
-    v: Choice
+    k: Choice | None
+    v: Choice | None
     sink: int
     recent: int
 
+    @property
+    def sides(self) -> dict[Side, Choice]:
+        """The sides that are wide."""
+        sides = ((Side.K, self.k), (Side.V, self.v))
+        return {side: choice for side, choice in sides if choice is not None}
+
+    @property
+    def because(self) -> str:
+        """Who decided."""
+        return next(iter(self.sides.values())).because
+
     def __str__(self) -> str:
-        stored = "/".join(dict.fromkeys((str(self.k.dtype), str(self.v.dtype))))
+        stored = "/".join(dict.fromkeys(str(choice.dtype) for choice in self.sides.values()))
         first = f"first {self.sink} and " if self.sink else ""
-        return f"{first}last {self.recent} in {stored}"
+        whose = "" if len(self.sides) > 1 else f" of {next(iter(self.sides)).value.upper()}"
+        return f"{first}last {self.recent}{whose} in {stored}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +173,8 @@ class LayerSpec:
         """The layer as its wide rows are stored: in pages of their own, by the same backend."""
         if self.wide is None:
             return None
-        return replace(self, k=self.wide.k, v=self.wide.v, states=(), wide=None)
+        k, v = self.wide.k or self.k, self.wide.v or self.v
+        return replace(self, k=k, v=v, states=(), wide=None)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -288,8 +302,10 @@ class KVPlan:
                 layer.geometry.index,
                 layer.wide.sink,
                 layer.wide.recent,
-                layer.wide.k.dtype.format.fingerprint,
-                layer.wide.v.dtype.format.fingerprint,
+                *(
+                    None if choice is None else choice.dtype.format.fingerprint
+                    for choice in (layer.wide.k, layer.wide.v)
+                ),
             ]
             for layer in self.layers
             if layer.wide is not None

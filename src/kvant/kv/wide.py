@@ -2,9 +2,10 @@
 
 The tokens near a query decide most of what narrow formats lose. Every token's row is stored in the layer's
 own formats. Rows of the first `sink` and of the last `recent` tokens are stored in wide formats too, in pages
-that are released behind that window. A query at position i reads key j wide where j < sink or i - j < recent.
-That depends on the two positions alone. So tokens depend neither on how a prompt is cut nor on cached
-prefixes, and a rejected draft leaves nothing behind: no row is ever converted.
+that are released behind that window. If one side alone is wide, these pages hold the other one as the layer
+stores it, so that a kernel finds both sides of a row in one page. A query at position i reads key j wide
+where j < sink or i - j < recent. That depends on the two positions alone. So tokens depend neither on how a
+prompt is cut nor on cached prefixes, and a rejected draft leaves nothing behind: no row is ever converted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kvant.errors import BadValue, WayOut
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
 from kvant.kv.format import ScalePlace
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
-from kvant.kv.names import FormatRequest, Request
+from kvant.kv.names import Request, SideRequests
 from kvant.kv.request import AskedWide, KVRequest
 from kvant.kv.spec import Choice, Scale, ScaleState, Source, WideRows
 
@@ -24,7 +25,7 @@ _WHICH = "wide rows are those of causal layers with keys and values of every tok
 
 
 def ask_wide(
-    sink: int | None, recent: int | None, stored: FormatRequest | None, *, asked_by: str
+    sink: int | None, recent: int | None, stored: SideRequests | None, *, asked_by: str
 ) -> AskedWide | None:
     """Read the options; None where nothing is asked. Raises BadValue for options without recent tokens.
 
@@ -38,14 +39,14 @@ def ask_wide(
                 ways_out=(WayOut("store recent tokens wide", ("--kv-recent-tokens", "128")),),
             )
         return None
-    model = FormatRequest(Follow.MODEL, Follow.MODEL)
+    model = SideRequests(Follow.MODEL, Follow.MODEL)
     return AskedWide(SINK_TOKENS if sink is None else sink, recent, stored or model, asked_by)
 
 
 def check_wide(request: KVRequest, geometry: ModelGeometry, compute: ComputeDtype) -> None:
     """Raise BadValue for wide rows that none of the layers asked can have, or in a narrow format."""
     for asked in request.every_wide:
-        for side in (asked.format.k, asked.format.v):
+        for side in asked.format.named:
             dtype = _dtype(side, compute)
             if dtype is None or _refused(dtype):
                 raise BadValue(
@@ -95,15 +96,16 @@ def wide_rows(
     asked = request.wide_of(layer, len(geometry.layers))
     if asked is None or v is None or not reads_all(layer, geometry):
         return None
-    wide_k, wide_v = _dtype(asked.format.k, compute), _dtype(asked.format.v, compute)
-    assert wide_k is not None
-    assert wide_v is not None
-    if k.format.bits >= wide_k.format.bits and v.format.bits >= wide_v.format.bits:
+    wide_k, wide_v = (_dtype(side, compute) for side in (asked.format.k, asked.format.v))
+    if not any(
+        wide is not None and own.format.bits < wide.format.bits
+        for own, wide in ((k, wide_k), (v, wide_v))
+    ):
         return None
     return WideRows(_choice(wide_k, asked), _choice(wide_v, asked), asked.sink, asked.recent)
 
 
-def _dtype(side: Request, compute: ComputeDtype) -> KVDtype | None:
+def _dtype(side: Request | None, compute: ComputeDtype) -> KVDtype | None:
     if isinstance(side, KVDtype):
         return side
     return compute.kv_dtype if side is Follow.MODEL else None
@@ -113,5 +115,7 @@ def _refused(dtype: KVDtype) -> bool:
     return dtype.format.bits < 8 or dtype.format.scale_place is ScalePlace.PARAMETER
 
 
-def _choice(dtype: KVDtype, asked: AskedWide) -> Choice:
+def _choice(dtype: KVDtype | None, asked: AskedWide) -> Choice | None:
+    if dtype is None:
+        return None
     return Choice(dtype, Source.EXPLICIT, asked.asked_by, (), Scale(ScaleState.NONE))

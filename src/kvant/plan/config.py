@@ -14,7 +14,7 @@ from kvant.attention.select import parse_backend
 from kvant.errors import BadValue, WayOut
 from kvant.kv.geometry import StateKind
 from kvant.kv.memory import UTILIZATION, parse_size
-from kvant.kv.names import parse_compute_dtype, parse_format, parse_one
+from kvant.kv.names import parse_compute_dtype, parse_format, parse_one, parse_sides
 from kvant.kv.offload.config import parse_offload
 from kvant.kv.policy import read_policy
 from kvant.kv.request import (
@@ -121,8 +121,8 @@ class PlanOptions:
     )
     kv_recent_dtype: str | None = _kv(
         None,
-        "Format of rows that are stored wide: a name of 8 bits or more, or K/V.",
-        metavar="F|K/V",
+        "Format of rows that are stored wide: a name of 8 bits or more, K/V, or one side alone.",
+        metavar="F|K/V|k=F|v=F",
         unset="the model dtype",
     )
     kv_offload: str | None = _kv(
@@ -443,7 +443,7 @@ def _asked_wide(settings: Settings, options: PlanOptions) -> AskedWide | None:
     return ask_wide(
         options.kv_sink_tokens,
         options.kv_recent_tokens,
-        None if stored is None else parse_format(stored, asked_by=_by(settings, "kv_recent_dtype")),
+        None if stored is None else parse_sides(stored, asked_by=_by(settings, "kv_recent_dtype")),
         asked_by=given.label(given.value),
     )
 

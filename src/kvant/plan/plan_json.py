@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from kvant.kv.format import Side
 from kvant.kv.spec import Choice, LayerSpec
 from kvant.models.sharding.divided import Division
 from kvant.models.weight_audit import WeightAudit
@@ -170,9 +171,11 @@ def _layer(layer: LayerSpec) -> dict[str, Any]:
         body["wide"] = {
             "sink": layer.wide.sink,
             "recent": layer.wide.recent,
-            "k": layer.wide.k.dtype.format.name,
-            "v": layer.wide.v.dtype.format.name,
-            "because": layer.wide.k.because,
+            **{
+                side.value: None if choice is None else choice.dtype.format.name
+                for side, choice in ((Side.K, layer.wide.k), (Side.V, layer.wide.v))
+            },
+            "because": layer.wide.because,
         }
     if g.shared_with is not None:
         body["shared_with"] = g.shared_with

@@ -31,8 +31,9 @@ DECODES = ((70, 1), (3, 1))
 PROMPTS = ((45, 17),)
 
 
-def rows(sink: int, recent: int, dtype: KVDtype = KVDtype.FLOAT16) -> WideRows:
-    return WideRows(driver.choice(dtype), driver.choice(dtype), sink, recent)
+def rows(sink: int, recent: int, dtype: KVDtype = KVDtype.FLOAT16, sides: str = "kv") -> WideRows:
+    k, v = (driver.choice(dtype) if side in sides else None for side in "kv")
+    return WideRows(k, v, sink, recent)
 
 
 def check(shape: Shape, *, invariant: bool = False, k: KVDtype = INT4, **options: Any) -> None:
@@ -67,6 +68,32 @@ def test_every_query_reads_each_key_in_its_form(
 def test_layers_have_what_others_have(options: dict[str, Any]) -> None:
     wide = KVDtype.INT8_PER_TOKEN_HEAD if "v" in options else KVDtype.FLOAT16
     check(WHOLE, sequences=DECODES, wide=rows(4, 20, wide), **options)
+
+
+@pytest.mark.parametrize("sides", ["k", "v"])
+@pytest.mark.parametrize("sequences", [DECODES, PROMPTS], ids=["decodes", "prompts"])
+@pytest.mark.parametrize(
+    "formats",
+    [(INT4, KVDtype.INT4_SHORT), (KVDtype.FP8_E4M3, KVDtype.NORMAL2),
+     (KVDtype.TURBOQUANT_K3, KVDtype.FP8_E4M3)],
+    ids=lambda pair: f"{pair[0]}/{pair[1]}",
+)  # fmt: skip
+def test_one_side_alone_is_read_wide(
+    formats: tuple[KVDtype, KVDtype], sequences: tuple[tuple[int, int], ...], sides: str
+) -> None:
+    for invariant in (False, True):
+        check(
+            SPLIT if sequences is DECODES else WHOLE, invariant=invariant, k=formats[0],
+            v=formats[1], sequences=sequences, wide=rows(4, 20, sides=sides),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("sides", ["k", "v"])
+def test_one_wide_side_is_joined_by_another_launch_too(
+    sides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.cut_with(monkeypatch, MOST_JOINED=0)
+    check(SPLIT, sequences=((100, 1), (64, 1)), wide=rows(4, 20, sides=sides), v=INT4)
 
 
 @pytest.mark.parametrize("bounds", [{"MOST_JOINED": 0}, {"FEWEST_JOINED": 1}, {"MOST_SCANNED": 0}])

@@ -35,12 +35,14 @@ def need(
     head_dim: int = 128,
     compute: ComputeDtype = ComputeDtype.BFLOAT16,
     batch_invariant: bool = False,
+    sides: str = "kv",
     **layer: object,
 ) -> Need:
     geometry = driver.layer(
         num_q_heads=heads[0], num_kv_heads=heads[1], head_dim_k=head_dim, **layer
     )  # type: ignore[arg-type]
-    both = WideRows(driver.choice(wide), driver.choice(wide), *rows)
+    wide_k, wide_v = (driver.choice(wide) if side in sides else None for side in "kv")
+    both = WideRows(wide_k, wide_v, *rows)
     device = DeviceFacts(DeviceKind.CUDA, "sm_90")
     return Need(geometry, k, v, compute, 16, device, batch_invariant, both)
 
@@ -78,6 +80,14 @@ def test_every_kind_of_step_reads_both_forms(
 )
 def test_formats_of_both_forms_are_free(k: KVDtype, v: KVDtype, wide: KVDtype, step: str) -> None:
     holds(need(k, v, wide=wide), step)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("sides", ["k", "v"])
+def test_one_side_alone_is_read_wide(sides: str, step: str) -> None:
+    holds(need(sides=sides), step)
+    holds(need(KVDtype.INT4_SHORT_FEEDBACK, KVDtype.NORMAL2, sides=sides), step)
+    holds(need(KVDtype.FP8_E4M3, KVDtype.INT4_SHORT, sides=sides), step)
 
 
 @pytest.mark.parametrize("step", ["decode", "prompts"])

@@ -16,14 +16,14 @@ from kvant.engine.llm import LLM
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
-from kvant.kv.names import FormatRequest, parse_format
+from kvant.kv.names import FormatRequest, parse_sides
 from kvant.kv.policy import read_policy
 from kvant.kv.request import check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
-from kvant.measure.tuning.search import best_within, fewest_bytes
+from kvant.measure.tuning.search import Option, best_within, fewest_bytes, least_kl
 from kvant.measure.tuning.tune import Lesson, Tuner, divide_text
 from tests.engine import tiny_chat
 
@@ -167,7 +167,7 @@ def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) ->
     lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 64, 64, 256, 256)
     assert lesson.measured.shape == (1, 64)
     assert lesson.whole.shape == lesson.held_out.shape == (1, 256), "step 1 reads what counts"
-    eight = parse_format("int8_per_token_head", asked_by="test")
+    eight = parse_sides("int8_per_token_head", asked_by="test")
     rows = [
         None,
         ask_wide(16, 16, None, asked_by="test"),
@@ -209,6 +209,43 @@ def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) ->
         str(one.rows and {"recent": 16, "sink": 16, "format": str(one.rows.format)})
         for one in found.chosen.values()
     }
+
+
+def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> None:
+    """Keys that lose much without wide rows, beside values that lose nothing: the search takes wide keys."""
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 64, 64, 256, 256)
+    both = ask_wide(16, 16, None, asked_by="test")
+    int4 = KVDtype.INT4_PER_TOKEN_HEAD
+    made = Tuner(tuner.llm, lesson, [int4], Kept(tmp_path, {}), tuner.told, [], [None, both])
+    costs = {
+        rows: {
+            (index, side): [Option(int4, made._bytes(index, side, int4), kl)]
+            for index, side in made.places()
+            for kl in [0.0 if rows or side is Side.V else 1.0]
+        }
+        for rows in made.rows
+    }
+    layers = made._layers(costs)
+    found = least_kl(layers)
+    for one in found.chosen.values():
+        assert one.rows is not None
+        assert str(one.rows.format) == "k=model"
+        assert one.kl == 0.0
+    tuned = made._verified(costs, found)
+    assert tuned.policy.bytes_per_token == round(found.bytes / 256)
+    assert all(layer.wide and list(layer.wide.sides) == [Side.K] for layer in tuned.plan.layers)
+    path = tmp_path / "policy.yaml"
+    path.write_text(policy_text(tuned, tuner.llm.planned.target.geometry, "tiny", "kvant tune"))
+    loaded = LLM(
+        tuner.llm.model_path, dtype="float32", kv_cache_memory="1MiB", kv_cache_policy=path
+    )
+    assert loaded.plan.fingerprint == tuned.plan.fingerprint
+    alone = Tuner(tuner.llm, lesson, [int4], Kept(tmp_path, {}), tuner.told, [], [both])
+    assert {one.rows for ways in alone._layers({both: costs[both]}).values() for one in ways} == {
+        both
+    }, "costs without wide rows were not measured"
 
 
 def test_wide_rows_to_choose_from_are_a_small_share_of_the_sequence() -> None:

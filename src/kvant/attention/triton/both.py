@@ -20,12 +20,14 @@ def _join_both(
     partial, partial_lse, sinks, out, first, splits, first_wide, parts, token, r, there, head,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, VALID: tl.constexpr, AT_ONCE: tl.constexpr,
-    SINKS: tl.constexpr, ROTATED: tl.constexpr,
+    SINKS: tl.constexpr, ROTATED: tl.constexpr, WIDE_ROTATED: tl.constexpr,
 ):  # fmt: skip
     """Writes rows r [VALID] of a block where `there`: joins `splits` narrow parts and `parts` wide ones.
 
-    first, first_wide: slots of the first narrow and wide part. token: the sequence's first token.
+    first, first_wide: slots of the first narrow and wide part. token: the sequence's first token. Wide parts
+    are rotated only if narrow ones are.
     """
+    ROTATION: tl.constexpr = HEAD_V & -HEAD_V
     c = tl.arange(0, PAD)
     query_head = head * GROUP + r % GROUP
     lowest = tl.full((VALID,), float("-inf"), tl.float32)
@@ -34,8 +36,7 @@ def _join_both(
         partial, partial_lse, first, splits, head, r, there, lowest, none,
         HEADS, HEAD_V, PAD, ROWS, VALID, AT_ONCE,
     )  # fmt: skip
-    if ROTATED:
-        ROTATION: tl.constexpr = HEAD_V & -HEAD_V
+    if ROTATED and not WIDE_ROTATED:
         o = hadamard(o, VALID, PAD, ROTATION) / ROTATION
     if SINKS:
         level = tl.load(sinks + query_head, mask=there, other=0.0).to(tl.float32) * LOG2E
@@ -53,6 +54,8 @@ def _join_both(
     b = tl.exp2(level - base)
     den = den * a + weight * b
     o = o * a[:, None] + wide * b[:, None]
+    if WIDE_ROTATED:
+        o = hadamard(o, VALID, PAD, ROTATION) / ROTATION
     o = tl.where((den > 0)[:, None], o / den[:, None], (0.0 * den)[:, None])
     row = (token + r // GROUP).to(tl.int64) * (HEADS * GROUP) + query_head
     mask = there[:, None] & (c < HEAD_V)[None, :]
@@ -89,7 +92,8 @@ def both_attention(
     K: tl.constexpr, PAD_K: tl.constexpr, V: tl.constexpr, PAD_V: tl.constexpr,
     K_OUTER: tl.constexpr, V_OUTER: tl.constexpr,
     WIDE_TILE: tl.constexpr, WIDE_K: tl.constexpr, WIDE_PAD_K: tl.constexpr,
-    WIDE_V: tl.constexpr, WIDE_PAD_V: tl.constexpr, APART: tl.constexpr,
+    WIDE_V: tl.constexpr, WIDE_PAD_V: tl.constexpr,
+    WIDE_K_OUTER: tl.constexpr, WIDE_V_OUTER: tl.constexpr, APART: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, FULL: tl.constexpr, LISTED: tl.constexpr,
     PTX: tl.constexpr, JOIN: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
     LANES: tl.constexpr, WIDE_STAGES: tl.constexpr,
@@ -159,11 +163,12 @@ def both_attention(
         share = extra % APART
         wide_o, wide_lse = attend_item(
             wide_q_ptr, wide_q_stride_token, wide_q_stride_head,
-            wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, None, wide_units,
-            None, None, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length,
+            wide_k_codes, wide_k_scales, wide_v_codes, wide_v_scales, shifts, wide_units,
+            k_outer, v_outer, None, wide_page_table, wide_max_pages, seq, first_token, num_queries, length,
             head, 0, share, APART, per_split, softmax_scale, cap, recent, sink, recent,
             GROUP, HEADS, PAGE, ROWS, WIDE_TILE, WIDE_K, HEAD_K, WIDE_PAD_K, WIDE_V, HEAD_V, WIDE_PAD_V,
-            0, 0, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE, False, WIDE_STAGES,
+            WIDE_K_OUTER, WIDE_V_OUTER, True, True, SOFTCAP, False, FULL, False, False, PTX, WIDE, False,
+            WIDE_STAGES,
         )  # fmt: skip
         slot = ((first_wide + share).to(tl.int64) * HEADS + head) * ROWS + tl.arange(0, ROWS)
         _store_part(partial, partial_lse, slot, wide_o, wide_lse, there, WIDE_COLUMNS, HEAD_V)
@@ -175,7 +180,7 @@ def both_attention(
             _join_both(
                 partial, partial_lse, sinks, out, first, splits, first_wide, APART, first_token,
                 r, r // GROUP < num_queries, head,
-                GROUP, HEADS, HEAD_V, COLUMNS, ROWS, JOIN, AT_ONCE, SINKS, V.rotated,
+                GROUP, HEADS, HEAD_V, COLUMNS, ROWS, JOIN, AT_ONCE, SINKS, V.rotated, WIDE_V.rotated,
             )  # fmt: skip
             tl.store(arrived + first * HEADS + head, 0)
 
@@ -186,8 +191,8 @@ def combine_both(
     num_seqs, target, least, num_items, per_program,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEAD_V: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, APART: tl.constexpr,
-    SINKS: tl.constexpr, LISTED: tl.constexpr, ROTATED: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr, LANES: tl.constexpr,
+    SINKS: tl.constexpr, LISTED: tl.constexpr, ROTATED: tl.constexpr, WIDE_ROTATED: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Program: joins the parts of `both_attention` for per_program query heads of a token.
 
@@ -222,5 +227,5 @@ def combine_both(
         _join_both(
             partial, partial_lse, sinks, out, first, splits, first_wide, APART, first_token,
             r, r >= 0, head,
-            GROUP, HEADS, HEAD_V, PAD, ROWS, 1, AT_ONCE, SINKS, ROTATED,
+            GROUP, HEADS, HEAD_V, PAD, ROWS, 1, AT_ONCE, SINKS, ROTATED, WIDE_ROTATED,
         )  # fmt: skip

@@ -52,6 +52,8 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
     assert spec.k is not None
     assert spec.v is not None
     assert wide_cache is not None
+    assert wide_cache.spec.k is not None
+    assert wide_cache.spec.v is not None
     assert both is not None
     g, device = spec.geometry, q.device
     tokens, q_heads, head_k = q.shape
@@ -71,7 +73,8 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         single=step.max_seqlen_q == 1,
     )
     k, v = format_of(spec.k.dtype), format_of(spec.v.dtype)
-    wide_k, wide_v = format_of(both.k.dtype), format_of(both.v.dtype)
+    wide_k, wide_v = format_of(wide_cache.spec.k.dtype), format_of(wide_cache.spec.v.dtype)
+    assert v.rotated or not wide_v.rotated, "wide formats are not rotated"
     cut = cut_step(
         shape,
         tokens=tokens,
@@ -94,7 +97,7 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
     options = {} if shape.max_registers is None else {"maxnreg": shape.max_registers}
     both_attention[(heads * programs,)](
         narrow_q, narrow_q.stride(0), narrow_q.stride(1), *words(cache.k, k), *words(cache.v, v),
-        shifts(device, k, v), page_units(cache), cache.k_scale, cache.v_scale,
+        shifts(device, k, v, wide_k, wide_v), page_units(cache), cache.k_scale, cache.v_scale,
         step.page_table, step.page_table.stride(0),
         wide_q, wide_q.stride(0), wide_q.stride(1), *words(wide_cache.k, wide_k),
         *words(wide_cache.v, wide_v), page_units(wide_cache),
@@ -107,7 +110,8 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         HEAD_K=head_k, HEAD_V=head_v, K=k, PAD_K=pad(head_k, k), V=v, PAD_V=pad(head_v, v),
         K_OUTER=outer(cache.k_scale), V_OUTER=outer(cache.v_scale),
         WIDE_TILE=_WIDE_TILE, WIDE_K=wide_k, WIDE_PAD_K=pad(head_k, wide_k),
-        WIDE_V=wide_v, WIDE_PAD_V=pad(head_v, wide_v), APART=apart,
+        WIDE_V=wide_v, WIDE_PAD_V=pad(head_v, wide_v),
+        WIDE_K_OUTER=outer(wide_cache.k_scale), WIDE_V_OUTER=outer(wide_cache.v_scale), APART=apart,
         SOFTCAP=params.softcap > 0, SINKS=params.sinks is not None, FULL=full, LISTED=cut.listed,
         PTX=has_ptx(device), JOIN=cut.join, AT_ONCE=shape.joined_at_once(cut.join),
         EARLY=cut.early, LANES=lanes(num_seqs), WIDE_STAGES=_WIDE_STAGES,
@@ -115,8 +119,9 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
     )  # fmt: skip
     if not cut.join:
         _combine(
-            cut, q_heads, head_v, out, partial, partial_lse, step, params, apart, rotated=v.rotated
-        )
+            cut, q_heads, head_v, out, partial, partial_lse, step, params, apart,
+            rotated=v.rotated, wide_rotated=wide_v.rotated,
+        )  # fmt: skip
     return out
 
 
@@ -132,6 +137,7 @@ def _combine(
     apart: int,
     *,
     rotated: bool,
+    wide_rotated: bool,
 ) -> None:
     """Joins the parts of both forms into out [T, q_heads, head_v]."""
     per_program = heads_joined_at_once(cut.tokens, q_heads)
@@ -144,7 +150,8 @@ def _combine(
         cut.num_seqs, cut.target, cut.least, cut.items, per_program,
         GROUP=cut.group, HEADS=cut.heads, HEAD_V=head_v, PAD=width, ROWS=cut.shape.rows,
         TILE=cut.shape.tile, AT_ONCE=at_once, APART=apart, SINKS=params.sinks is not None,
-        LISTED=cut.listed, ROTATED=rotated, EARLY=cut.early, LANES=lanes(cut.num_seqs),
+        LISTED=cut.listed, ROTATED=rotated, WIDE_ROTATED=wide_rotated,
+        EARLY=cut.early, LANES=lanes(cut.num_seqs),
         num_warps=warps, **ahead(out.device),
     )  # fmt: skip
 

@@ -64,7 +64,7 @@ def bound_of(need: Need) -> float:
     """Returns the maximum error between the stored bytes and the result."""
     stored = {need.k, need.v or need.k}
     if need.wide is not None:
-        stored |= {need.wide.k.dtype, need.wide.v.dtype}
+        stored |= {choice.dtype for choice in need.wide.sides.values()}
     bound = _BOUND[need.compute]
     if need.compute is ComputeDtype.FLOAT16 and KVDtype.BFLOAT16 in stored:
         bound = _BOUND[ComputeDtype.BFLOAT16]

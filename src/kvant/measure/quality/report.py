@@ -93,7 +93,7 @@ def described_rows(plans: Iterable[KVPlan]) -> dict[str, Any]:
     rows = next((layer.wide for layer in layers if layer.wide is not None), None)
     if rows is None:
         return {}
-    formats = {"k": str(rows.k.dtype), "v": str(rows.v.dtype)}
+    formats = {side.value: str(choice.dtype) for side, choice in rows.sides.items()}
     return {"wide_rows": {"sink": rows.sink, "recent": rows.recent, **formats}}
 
 

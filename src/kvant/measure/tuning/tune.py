@@ -5,9 +5,9 @@
     3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
     4  the found policy and the best uniform formats, on text that no earlier step has read
 
-Steps 1 and 2 are done for every choice of wide rows (`kvant.kv.wide`), and each layer gets one of them. What
-wide rows bring depends on the length of a sequence. So step 1 reads a window as long as the sequence whose
-bytes count.
+Steps 1 and 2 are done for every choice of wide rows (`kvant.kv.wide`). Each layer gets one of them, for both
+sides or for one, because costs of sides are measured apart. What wide rows bring depends on the length of a
+sequence. So step 1 reads a window as long as the sequence whose bytes count.
 
 Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -30,7 +30,7 @@ from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import Attention
 from kvant.kv.groups import bytes_per_token_at, wide_bytes_at
-from kvant.kv.names import FormatRequest, whole_formats
+from kvant.kv.names import FormatRequest, SideRequests, whole_formats
 from kvant.kv.request import Asked, AskedWide, KVRequest, WideRule, parse_selectors, rules_for
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import plan_storing, runner_of
@@ -172,8 +172,8 @@ class Tuned:
 class Tuner:
     """Runs one tuning. llm: the model; its plan stores the model dtype. formats: candidates; empty for all.
 
-    beside: uniform formats to verify; empty for all. rows: what a layer may store wide too. Uniform formats
-    are verified without wide rows, and with each of `rows`.
+    beside: uniform formats to verify; empty for all. rows: what a layer may store wide too; if None is one
+    of them, also each side alone. Uniform formats are verified without wide rows, and with each of `rows`.
     """
 
     llm: LLM
@@ -317,15 +317,32 @@ class Tuner:
     ) -> dict[int, list[LayerOption]]:
         """Returns the ways to store each layer, without ways that another one beats."""
         found: dict[int, list[LayerOption]] = {index: [] for index, _ in self.places()}
-        for rows, places in options.items():
+        for rows in self._ways(options):
+            costs = {side: options[self._measured_as(rows, side)] for side in Side}
             for index in found:
-                for k in places[index, Side.K]:
-                    for v in places[index, Side.V]:
+                for k in costs[Side.K][index, Side.K]:
+                    for v in costs[Side.V][index, Side.V]:
                         size = self._wide_bytes(index, k.dtype, v.dtype, rows)
                         if size is not None:
                             sides = {Side.K: k, Side.V: v}
                             found[index].append(LayerOption(sides, rows, size))
         return {index: not_beaten(ways) for index, ways in found.items()}
+
+    def _ways(self, measured: Iterable[Rows]) -> list[Rows]:
+        """Returns what a layer may store wide: each choice, and beside None each side of it alone."""
+        found = list(measured)
+        if None in found:
+            for rows in tuple(found):
+                if rows is not None and len(rows.format.named) > 1:
+                    found += [_alone(rows, side) for side in Side]
+        return found
+
+    def _measured_as(self, rows: Rows, side: Side) -> Rows:
+        """Returns the choice in `self.rows` with which the costs of this side were measured."""
+        if rows is None or rows in self.rows:
+            return rows
+        whole = (one for one in self.rows if one is not None and _alone(one, side) == rows)
+        return next(whole, None)
 
     def _bytes(self, index: int, side: Side, dtype: KVDtype) -> int:
         g = self.wide.layers[index].geometry
@@ -336,28 +353,39 @@ class Tuner:
         """Returns the bytes of a layer's wide rows; None if they would be narrower than the layer's own."""
         if rows is None:
             return 0
-        spec = self._with_rows[rows].layers[index]
+        spec = self._with_rows(rows).layers[index]
         if spec.wide is None:
             return 0
+        stored = {Side.K: k, Side.V: v}
         more = [
-            dtype.format.bits - wide.dtype.format.bits
-            for dtype, wide in ((k, spec.wide.k), (v, spec.wide.v))
+            stored[side].format.bits - wide.dtype.format.bits
+            for side, wide in spec.wide.sides.items()
         ]
         if min(more) >= 0:
             return 0  # such a layer keeps one form
-        return None if max(more) > 0 else wide_bytes_at(spec, self.wide.page_size, self.length)
+        if max(more) > 0:
+            return None
+        assert spec.k is not None
+        assert spec.v is not None
+        own = replace(spec, k=replace(spec.k, dtype=k), v=replace(spec.v, dtype=v))
+        return wide_bytes_at(own, self.wide.page_size, self.length)
+
+    def _with_rows(self, rows: AskedWide) -> KVPlan:
+        """Returns a plan with these wide rows in every layer that can have them."""
+        if rows not in self._plans_with_rows:
+            sides = {Side.K: rows.format.k, Side.V: rows.format.v}
+            narrow = [(s, dtype) for s, dtype, _ in self._narrow_plans if sides[s] is not None]
+            narrow.sort(key=lambda one: one[1].format.bits)
+            places = {
+                place: dtype for s, dtype in narrow[:1] for place in self.places() if place[1] is s
+            }
+            every = {index for index, _ in self.places()}
+            self._plans_with_rows[rows] = self.plan_of(places, dict.fromkeys(every, rows))
+        return self._plans_with_rows[rows]
 
     @cached_property
-    def _with_rows(self) -> dict[AskedWide, KVPlan]:
-        """Returns plans in which every layer that can have them has wide rows."""
-        side, dtype, _ = min(self._narrow_plans, key=lambda key: key[1].format.bits)
-        places = {place: dtype for place in self.places() if place[1] is side}
-        every = {index for index, _ in self.places()}
-        return {
-            rows: self.plan_of(places, dict.fromkeys(every, rows))
-            for rows in self.rows
-            if rows is not None
-        }
+    def _plans_with_rows(self) -> dict[AskedWide, KVPlan]:
+        return {}
 
     @cached_property
     def _narrow_plans(self) -> dict[tuple[Side, KVDtype, Rows], KVPlan]:
@@ -448,7 +476,7 @@ class Tuner:
         (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": (plan, None)})
         policy = replace(policy, predicted=chosen.kl)
         beside = {
-            (index, side): options[one.rows][index, side]
+            (index, side): options[self._measured_as(one.rows, side)][index, side]
             for index, one in chosen.chosen.items()
             for side in Side
         }
@@ -519,9 +547,8 @@ def described(rows: Rows) -> str:
     """Returns `last 112 wide`, say; nothing for no rows."""
     if rows is None:
         return ""
-    stored = (
-        "" if rows.format == FormatRequest(Follow.MODEL, Follow.MODEL) else f" in {rows.format}"
-    )
+    is_usual = rows.format == SideRequests(Follow.MODEL, Follow.MODEL)
+    stored = "" if is_usual else f" in {rows.format}"
     return f"last {rows.recent} wide{stored}"
 
 
@@ -531,7 +558,14 @@ def _of_side(rows: Rows, side: Side) -> Rows:
         return None
     stored = rows.format
     k, v = (stored.k, Follow.MODEL) if side is Side.K else (Follow.MODEL, stored.v)
-    return replace(rows, format=FormatRequest(k, v))
+    return replace(rows, format=SideRequests(k, v))
+
+
+def _alone(rows: AskedWide, side: Side) -> AskedWide:
+    """Returns rows of one side alone."""
+    stored = rows.format
+    k, v = (stored.k, None) if side is Side.K else (None, stored.v)
+    return replace(rows, format=SideRequests(k, v))
 
 
 def _label(key: tuple[Side, KVDtype, Rows] | tuple[int, Side, KVDtype, Rows]) -> str:

@@ -26,16 +26,24 @@ from typing import Any
 
 from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.geometry import LayerGeometry, ModelGeometry
+from kvant.models.geometry.declared import refuse_undeclared
 from kvant.models.geometry.family import attention_layer, dense_weights
 from kvant.models.geometry.fields import MAX_LAYERS, MAX_TOKENS, Fields, shown
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import QKNorm, Weight, linear, norms
 from kvant.models.geometry.read import read_dtype, read_max_model_len
+from kvant.models.geometry.rope import check_rotary
 from kvant.models.geometry.windows import LayerType, num_layers, read_layer_types, read_window
 
 _MAX_BLOCK = 1024
 _SPECULATORS_BLOCK = 8  # speculators' default block_size
 _QWEN3_HEAD_DIM = 128  # Qwen3Config's default
+
+ROTARY_FIELDS = (
+    "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "head_dim",
+    "hidden_size", "num_attention_heads",
+)  # fmt: skip
+"""Fields from which transformers' Qwen3 class computes a drafter's rotary frequencies."""
 
 # Fields of relatives that need more than a DFlash drafter's network.
 _RELATIVES = {"markov_rank": "DSpark", "selector_rank": "DFlash2"}
@@ -236,6 +244,9 @@ def _geometry(
     top: Fields, inner: Fields, layers: tuple[LayerGeometry, ...], vocab_size: int
 ) -> ModelGeometry:
     model_type = inner.text("model_type") or "dflash"
+    check_rotary(inner, by_kind=False)
+    rotary = {name: inner.given(name) for name in ROTARY_FIELDS if inner.has(name)}
+    refuse_undeclared(Fields(rotary), "qwen3")
     return ModelGeometry(
         architecture=(top.words("architectures") or (model_type,))[0],
         model_type=model_type,

@@ -79,10 +79,10 @@ GEMMA2 = Family(
 )  # fmt: skip
 GEMMA3_TEXT = Family(
     "Gemma 3 text", ("gemma3_text",), ("Gemma3ForCausalLM",), _gemma3_layers, _gemma3_weights,
-    defaults=_GEMMA3_DEFAULTS, tied=True,
+    defaults=_GEMMA3_DEFAULTS, tied=True, rotary_by_kind=True,
 )  # fmt: skip
 GEMMA3 = Family(
     "Gemma 3", ("gemma3",), ("Gemma3ForConditionalGeneration",), _gemma3_layers, _gemma3_weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_GEMMA3_DEFAULTS,
-    tied=True, towers=siglip_tower,
+    tied=True, rotary_by_kind=True, towers=siglip_tower,
 )  # fmt: skip

@@ -100,11 +100,11 @@ def _intermediate_sizes(fields: Fields, count: int) -> Sequence[int]:
 
 GEMMA3N_TEXT = Family(
     "Gemma 3n text", ("gemma3n_text",), ("Gemma3nForCausalLM",), _layers, _weights,
-    defaults=_DEFAULTS, tied=True,
+    defaults=_DEFAULTS, tied=True, rotary_by_kind=True,
 )  # fmt: skip
 GEMMA3N = Family(
     "Gemma 3n", ("gemma3n",), ("Gemma3nForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
-    towers=gemma3n_towers,
+    rotary_by_kind=True, towers=gemma3n_towers,
     not_runnable="its vision tower needs the package timm, with which Kvant has not run it",
 )  # fmt: skip

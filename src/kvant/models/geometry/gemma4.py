@@ -153,20 +153,20 @@ def _moe(fields: Fields, at: str, hidden: int) -> Iterator[Weight]:
 
 GEMMA4_TEXT = Family(
     "Gemma 4 text", ("gemma4_text",), ("Gemma4ForCausalLM",), _layers, _weights,
-    defaults=_DEFAULTS, tied=True, single_layers_differ=True,
+    defaults=_DEFAULTS, tied=True, single_layers_differ=True, rotary_by_kind=True,
 )  # fmt: skip
 GEMMA4 = Family(
     "Gemma 4", ("gemma4",), ("Gemma4ForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
-    single_layers_differ=True, towers=gemma4_towers,
+    single_layers_differ=True, rotary_by_kind=True, towers=gemma4_towers,
 )  # fmt: skip
 GEMMA4_UNIFIED_TEXT = Family(
     "Gemma 4 unified text", ("gemma4_unified_text",), ("Gemma4UnifiedForCausalLM",),
-    _layers, _weights, defaults=_UNIFIED_DEFAULTS, tied=True, single_layers_differ=True,
+    _layers, _weights, defaults=_UNIFIED_DEFAULTS, tied=True, single_layers_differ=True, rotary_by_kind=True,
 )  # fmt: skip
 GEMMA4_UNIFIED = Family(
     "Gemma 4 unified", ("gemma4_unified",), ("Gemma4UnifiedForConditionalGeneration",),
     _layers, _weights, prefix="model.language_model.layers", in_text_config=True,
     defaults=_UNIFIED_DEFAULTS, tied=True,
-    single_layers_differ=True, towers=unified_towers,
+    single_layers_differ=True, rotary_by_kind=True, towers=unified_towers,
 )  # fmt: skip

@@ -140,10 +140,11 @@ def _other_towers(fields: Fields) -> Iterable[Weight] | str:
 
 MIMO_V2_FLASH = Family(
     "MiMo-V2-Flash", ("mimo_v2_flash",), ("MiMoV2FlashForCausalLM",), _layers, _weights,
-    defaults={"sliding_window": 129},
+    defaults={"sliding_window": 129}, rotary_by_kind=True,
     not_runnable="releases of transformers disagree about the window of its layers",
 )  # fmt: skip
 MIMO_V2 = Family(
     "MiMo-V2.5", ("mimo_v2",), ("MiMoV2ForCausalLM",), _v2_5_layers, _weights,
     not_runnable="transformers has no class for MiMo-V2.5", towers=_other_towers,
+    rotary_by_kind=True,
 )  # fmt: skip

@@ -33,7 +33,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     _refuse_unread_overrides(fields, family)
     top = Fields(config)
     model_type = top.text("model_type") or family.model_types[0]
-    check_rotary(fields)
+    check_rotary(fields, by_kind=family.rotary_by_kind)
     for name in ("layer_types", "mlp_layer_types"):
         _refuse_other_length(fields, name)
     layers = family.layers(fields, family.prefix)
@@ -55,6 +55,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         for _ in () if family.towers is None else family.towers(top):
             pass
     refuse_undeclared(top, model_type)
+    _refuse_dropouts(top)
     for name in top.names():
         is_model = name.endswith("_config") and name != "quantization_config"
         section = top.inside(name) if is_model else None
@@ -63,6 +64,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         read_dtype(section)
         said = section.text("model_type") or type_of_section(name, model_type)
         refuse_undeclared(section, said)
+        _refuse_dropouts(section)
     return geometry
 
 
@@ -110,6 +112,15 @@ def read_max_model_len(fields: Fields) -> int | None:
     if original is None or factor <= 1:
         return limit
     return max(limit, min(int(original * factor), MAX_TOKENS))
+
+
+def _refuse_dropouts(fields: Fields) -> None:
+    """Raises BadCheckpoint for dropouts that torch's module does not take, though only training drops."""
+    for name in fields.names():
+        if "dropout" in name or name.endswith("pdrop"):
+            value = fields.given(name)
+            if isinstance(value, int | float) and not 0 <= value <= 1:
+                raise fields.bad(name, "it is a probability, from 0 to 1")
 
 
 def _refuse_unread_overrides(fields: Fields, family: Family) -> None:

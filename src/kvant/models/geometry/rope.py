@@ -33,6 +33,17 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """Fields without which transformers does not compute a type's frequencies."""
 
+_POSITIVE = (
+    "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+)  # fmt: skip
+"""Numbers that others are divided by, or whose logarithm counts."""
+
+_LONG_ALONE = ("phi3",)
+"""Classes that compute no type but longrope, which they also take "yarn" for."""
+
+_NO_DEFAULT = ("mixtral",)
+"""Classes that compute head_dim for plain frequencies alone."""
+
 _KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers that may have rotary numbers of their own."""
 
@@ -87,18 +98,31 @@ def rope_types(fields: Fields) -> tuple[str, ...]:
     return tuple(_type_of(section) for section in _sections(fields))
 
 
-def check_rotary(fields: Fields) -> None:
-    """Raises BadCheckpoint for rotary numbers of a decoder that transformers cannot compute with."""
-    sections = _sections(fields)
+def check_rotary(fields: Fields, *, by_kind: bool) -> None:
+    """Raises BadCheckpoint for rotary numbers of a decoder that transformers cannot compute with.
+
+    by_kind: its class has rotary numbers for each kind of layers.
+    """
+    sections, model_type = _sections(fields), fields.text("model_type")
+    both = [fields.raw(name) for name in ("rope_parameters", "rope_scaling") if fields.raw(name)]
+    if len(both) == 2 and both[0] != both[1]:
+        raise fields.bad(
+            "rope_scaling", "rope_parameters is its newer name, and says something else"
+        )
     if fields.number("rope_theta", 1.0) <= 0:
         raise fields.bad("rope_theta", "rotary frequencies are powers of it")
     if fields.is_null("rope_theta") and not any(one.has("rope_theta") for one in sections):
         raise fields.bad("rope_theta", "rotary frequencies are powers of it")
     for name in ("rope_parameters", "rope_scaling"):
-        fields.inside(name)
+        section = fields.inside(name)
+        nested = () if section is None or by_kind else section.names()
+        if not set(nested).isdisjoint(_KINDS):
+            raise fields.bad(name, "all layers of this class have the same rotary frequencies")
     for section in sections:
         for name in _NUMBERS:
-            section.number(name, 0.0)
+            value = section.number(name, 1.0)
+            if value < 0 or (value == 0 and name in _POSITIVE):
+                raise section.bad(name, "it must be more than 0")
         name = "type" if "rope_type" not in section.names() else "rope_type"
         if section.is_null(name):
             raise section.bad(name, f"transformers' rotary types are {', '.join(ROPE_TYPES)}")
@@ -110,13 +134,39 @@ def check_rotary(fields: Fields) -> None:
         ):
             raise section.bad("partial_rotary_factor", "it is the share of a head that rotates")
         kind = _type_of(section)
-        needed = () if section.has("short_factor") else _NEEDED.get(kind, ())
+        if model_type in _LONG_ALONE and kind != "default":
+            if kind not in ("yarn", LONGROPE):
+                raise section.bad(name, f"this class computes {LONGROPE} alone")
+            kind = LONGROPE
+        is_plain = kind in ("default", "linear", "llama3")
+        if model_type in _NO_DEFAULT and not is_plain and not fields.has("head_dim"):
+            raise fields.bad("head_dim", f"rotary type {kind} of this class needs it")
+        if kind == LONGROPE:
+            _check_factors(fields, section)
+        needed = _NEEDED.get(kind, ())
         for name in needed:
             # A factor that is null follows from the two lengths.
             if not section.has(name) and not (kind == "yarn" and section.is_null(name)):
                 raise section.bad(name, f"rotary type {kind} needs it")
         if kind in ("yarn", "llama3") and section.is_null("original_max_position_embeddings"):
             raise section.bad("original_max_position_embeddings", f"rotary type {kind} needs it")
+
+
+def _check_factors(fields: Fields, section: Fields) -> None:
+    """Raises BadCheckpoint unless longrope has a positive factor for every frequency of a head."""
+    head_dim = fields.optional_integer("qk_rope_head_dim") or fields.optional_integer("head_dim")
+    if head_dim is None:
+        heads = fields.optional_integer("num_attention_heads")
+        head_dim = fields.integer("hidden_size") // (heads or 1)
+    share = section if section.has("partial_rotary_factor") else fields
+    wanted = int(head_dim * share.number("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        found = section.raw(name)
+        is_list = isinstance(found, list) and all(type(one) in (int, float) for one in found)
+        if not is_list or len(found) != wanted or min(found, default=1) <= 0:
+            raise section.bad(
+                name, f"it must be a list of {wanted} numbers above 0, one per frequency"
+            )
 
 
 def original_length(fields: Fields, rope: Fields) -> int | None:

@@ -83,6 +83,11 @@ class ConfigError(KvantError):
         )
         self.args = (self._message(),)
 
+    @property
+    def ways(self) -> str:
+        """The ways out as the end of a line, "" without one."""
+        return "".join(f"; way out: {way}" for way in self.ways_out)
+
     def _message(self) -> str:
         lines = [self.what]
         if self.why:

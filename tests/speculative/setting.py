@@ -59,6 +59,9 @@ def planned(
         ),
         weights=True,
     )  # fmt: skip
+    plan.check_files()
+    if plan.draft is not None and plan.draft.refusal is not None:
+        raise plan.draft.refusal
     assert plan.draft is not None
     assert plan.draft_facts is not None
     found = plan.draft

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, ConfigError, NotServable
+from kvant.plan.plan import Plan, PlanRequest
+from kvant.plan.plan_json import plan_json
+from kvant.plan.speculative_config import parse_speculative_config
 from tests.acceptance.models import compressed_tensors
+from tests.planned import plan_of
 from tests.speculative.pair import Pair
 from tests.speculative.setting import planned, rewrite
 
@@ -53,9 +62,12 @@ def changed(pair: Pair, path: Path, **changes: Any) -> Path:
         ({"quantization_config": WEIGHTS}, "weights are quantised"),
         ({"quantization_config": {"quant_method": "new"}}, "weights are quantised"),
         ({"intermediate_size": 64}, "shape"),
-        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "lacks"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "is missing"),
         ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "no part of"),
-        ({"attention_bias": True}, "lacks"),
+        ({"attention_bias": True}, "is missing"),
+        ({"rope_theta": [1.5]}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "short_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "same rotary"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_refused_with_the_reason(
@@ -94,6 +106,66 @@ def test_weights_that_are_codes_are_refused(pair: Pair, tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name].to(torch.int8)}, path / "model.safetensors")
     with pytest.raises(BadCheckpoint, match="stored as I8"):
         planned(pair.target, path)
+
+
+def test_a_plan_names_every_tensor_that_is_lost_or_misshapen(pair: Pair, tmp_path: Path) -> None:
+    path = changed(pair, tmp_path / "d")
+    whole = load_file(path / "model.safetensors")
+    kinds = {re.sub(r"\d+", "N", name): name for name in whole}
+    for name in kinds.values():
+        shape = list(whole[name].shape)
+        longer = torch.cat([whole[name], whole[name][:1]])
+        cases: dict[str, dict[str, Tensor]] = {
+            "is missing": {},
+            f"make it {shape}": {name: longer},
+            "holds codes": {name: torch.zeros(shape, dtype=torch.int8)},
+        }
+        for says, instead in cases.items():
+            others = {one: tensor for one, tensor in whole.items() if one != name}
+            save_file({**others, **instead}, path / "model.safetensors")
+            found = with_drafter(pair, path)
+            assert not found.can_run
+            line = next(line for line in found.warnings if name in line)
+            assert line.startswith("draft: ")
+            assert says in line
+
+
+def test_a_plan_shows_what_the_tensors_of_a_whole_drafter_are_for(
+    pair: Pair, tmp_path: Path
+) -> None:
+    path = changed(pair, tmp_path / "d")
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "verifier_norm.weight": torch.ones(64)}, path / "model.safetensors")
+    found = with_drafter(pair, path)
+    assert found.can_run
+    listed = plan_json(found, tensors=True)["draft"]["weights"]["tensors"]
+    states = {one["tensor"]: one["state"] for one in listed}
+    assert states.pop("verifier_norm.weight") == "unused"
+    assert states == dict.fromkeys(tensors, "used")
+
+
+def test_a_mask_embedding_in_a_pickle_is_refused_by_the_plan_and_its_way_out_works(
+    pair: Pair, tmp_path: Path
+) -> None:
+    path = changed(pair, tmp_path / "d")
+    torch.save({"embedding": torch.ones(1, 64)}, path / "mask_embedding.pt")
+    found = with_drafter(pair, path)
+    assert not found.can_run
+    line = next(line for line in found.warnings if "pickle" in line)
+    command = line.partition('python -c "')[2].rpartition('"')[0]
+    subprocess.run([sys.executable, "-c", command], check=True)
+    assert with_drafter(pair, path).warnings == ()
+    save_file({"mask_embedding": torch.ones(65)}, path / "mask_embedding.safetensors")
+    assert any("make it [64]" in line for line in with_drafter(pair, path).warnings)
+    save_file({"other": torch.ones(64)}, path / "mask_embedding.safetensors")
+    with pytest.raises(BadCheckpoint, match="holds no tensor mask_embedding"):
+        with_drafter(pair, path)
+
+
+def with_drafter(pair: Pair, path: Path) -> Plan:
+    asked = parse_speculative_config({"method": "dflash", "model": str(path)})
+    cpu = DeviceFacts(DeviceKind.CPU)
+    return plan_of(PlanRequest(str(pair.target), cpu, speculative=asked))
 
 
 def test_a_drafter_without_weights_can_be_planned_and_not_loaded(

@@ -14,7 +14,7 @@ from kvant.cli.output import plain
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState, Source
 from kvant.models.shape import ShapeSource
-from kvant.models.weight_audit import NUMBERS
+from kvant.models.weight_audit import NUMBERS, WeightAudit
 from kvant.plan.plan import KeptLayers, Plan, PlannedModel
 from kvant.plan.resolution import what_if, what_if_weights
 
@@ -27,7 +27,7 @@ def print_plan(
 ) -> None:
     """Prints the whole plan. command: the arguments after `kvant plan`, to print commands that run it.
 
-    tensors: also print every stored tensor of the target.
+    tensors: also print every stored tensor of target and drafter.
     """
     kv = plan.target.kv
     console.print(
@@ -49,6 +49,7 @@ def print_plan(
     if plan.draft is not None:
         console.print(Text(f"drafter {plan.draft.local.name}", style="bold"))
         print_layers(plan.draft, console)
+        _print_tensors(plan.draft_audit, console, each=tensors)
     _print_division(plan, console)
     _print_memory(plan, console)
     _print_alternatives(plan, console)
@@ -70,7 +71,7 @@ def _print_forward(plan: Plan, console: Console, *, tensors: bool) -> None:
     console.print(Text(f"forward: {forward.name}"), soft_wrap=True)
     if plan.target.narrow is not None:
         console.print(Text(f"weights: {plan.target.narrow}"), soft_wrap=True)
-    _print_tensors(plan, console, each=tensors)
+    _print_tensors(plan.audit, console, each=tensors)
     if forward.activations_because:
         console.print(Text(f"activations: {forward.activations_because}"), soft_wrap=True)
     if plan.target.shape_source is not ShapeSource.CONFIG:
@@ -79,20 +80,20 @@ def _print_forward(plan: Plan, console: Console, *, tensors: bool) -> None:
         console.print(Text(f"  not {one.forward}: {one.reason}", style="dim"), soft_wrap=True)
 
 
-def _print_tensors(plan: Plan, console: Console, *, each: bool) -> None:
+def _print_tensors(audit: WeightAudit | None, console: Console, *, each: bool) -> None:
     """Prints what the stored tensors are for, if one of them is narrow or unused.
 
     each: also print every tensor with its dtype, shape and format.
     """
-    if plan.audit is None:
+    if audit is None:
         if each:
             console.print(Text("tensors: there are no weight files here to look into"))
         return
-    groups = plan.audit.groups
+    groups = audit.groups
     if each or any(set(group.roles) != {NUMBERS} for group in groups):
         for group in groups:
             console.print(Text(f"  {group.text}", style="dim"), soft_wrap=True)
-    for one in plan.audit.tensors if each else ():
+    for one in audit.tensors if each else ():
         shape = "-" if one.shape is None else " x ".join(map(str, one.shape)) or "1"
         line = f"{one.name}  {one.dtype or '-'} {shape}  {one.format}, {one.role}"
         console.print(Text(f"{line}: {one.state.value}, {one.because}"), soft_wrap=True)

@@ -75,9 +75,8 @@ def build_engine(
     pooling = choose_pooling(config.task, target.local.path, target.config, width)
     if pooling is not None:
         _refuse_to_embed(planned)
-    audit = planned.audit
-    if audit is not None and not config.dummy_weights:
-        audit.check()
+    if not config.dummy_weights:
+        planned.check_files()
     if planned.request.offload is not None:
         launcher = config.settings.build(EngineOptions).rank_launcher
         check_tiers(planned, planned.request.offload, is_launched=launcher == "torchrun")
@@ -118,7 +117,7 @@ def build_engine(
         group=None if team is None else team.group,
         told=_share_of("loading weights", planned.memory.weights_bytes, progress),
     )
-    notes = (*planned.notes, *_unused(model, target.checkpoint, audit))
+    notes = (*planned.notes, *_unused(model, target.checkpoint, planned.audit))
     if config.dummy_weights:
         notes = (*notes, "weights are random (--load-format dummy): answers mean nothing")
     ends = model.eos_token_ids or (() if tokenizing is None else tokenizing.eos_token_ids)

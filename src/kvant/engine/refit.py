@@ -53,8 +53,7 @@ def refit(built: BuiltEngine, model: str) -> BuiltEngine:
         total_bytes=planned.total_bytes,
         kv_cache_bytes=planned.kv_cache_bytes,
     )
-    if found.audit is not None:
-        found.audit.check()
+    found.check_files()
     target = found.target
     # If the forward keeps weights in its own form, load them in that form too.
     own = found.forward if found.forward.rounds_itself else None

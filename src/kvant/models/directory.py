@@ -82,7 +82,7 @@ def _adopted(model_type: str, auto_map: Mapping[str, Any]) -> bool:
 
 def as_obstacle(refusal: ConfigError) -> str:
     """Returns an error of loading as a text for a plan, which is possible in spite of it."""
-    return f"can be planned, not loaded: {refusal.what} ({refusal.why})"
+    return f"can be planned, not loaded: {refusal.what} ({refusal.why}){refusal.ways}"
 
 
 def missing_weights(directory: Path) -> list[str]:

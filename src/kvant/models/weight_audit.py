@@ -122,7 +122,8 @@ class WeightAudit:
         for one in self.tensors:
             known = one.state is TensorState.UNUSED and one.role in (Role.SHAPES.value, OF_KV)
             if one.state in states and not known:
-                found.setdefault((one.state, one.role, one.because), []).append(one.name)
+                because = one.because + ("" if one.fault is None else one.fault.ways)
+                found.setdefault((one.state, one.role, because), []).append(one.name)
         return tuple(
             f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} ({role}) "
             f"{'are' if len(names) > 1 else 'is'} {state.value}: {because}"
@@ -536,7 +537,7 @@ def _other(
         shown = Role.INPUT_SCALES.value
         return TensorUse(name, layer, dtype, shown, TensorState.WRONG, because, dtype, shape, fault)
     if read_scale_name(name) is not None:
-        state, because = _of_kv(name, use.kv)
+        state, because = use_of_scale(name, use.kv)
         return TensorUse(name, layer, dtype, OF_KV, state, because, dtype, shape)
     if role is None or (role is not Role.CODES and _has_no_weight(layer, tensors)):
         return _numbers(name, layer, dtype, shape, use, model)
@@ -625,8 +626,8 @@ def _unrounded(use: Use) -> str:
     return f"activations are rounded as {use.activations.value}, which computes scales"
 
 
-def _of_kv(name: str, kv: KVPlan) -> tuple[TensorState, str]:
-    """Whether the KV plan uses a scale, and its reason."""
+def use_of_scale(name: str, kv: KVPlan) -> tuple[TensorState, str]:
+    """Returns whether the KV plan uses a scale of the cache, and its reason."""
     for layer in kv.layers:
         for choice in (layer.k, layer.v):
             tensor = None if choice is None else choice.scale.tensor

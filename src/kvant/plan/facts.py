@@ -19,7 +19,7 @@ class ModelFacts:
     """Facts about one model's files. config: its config.json. are_decoded: quantised weights are decoded to
     the compute dtype while they are loaded. refusal: why its weights cannot be read on this machine.
     shape: the target's geometry and parameters; None for a drafter, whose shape follows its target's.
-    tensors: the target's, from its files' headers; None without files.
+    tensors: from the headers of its files; None without files.
     """
 
     local: LocalModel

@@ -154,7 +154,8 @@ class Plan:
     requested length or the longest that the model can address. draft_counts: numbers of drafts for which
     steps are recorded, descending. notes: lines about choices. refusal: why an engine cannot run this plan.
     division: how ranks share the model, None for one device. Bytes of weights, pages, workspaces and memory
-    are those of one rank. audit: what every stored tensor of the target is for; None without files.
+    are those of one rank. audit, draft_audit: what every stored tensor of the target and of the drafter
+    is for; None without files.
     """
 
     request: PlanRequest
@@ -172,6 +173,7 @@ class Plan:
     refusal: ConfigError | None = None
     division: Division | None = None
     audit: WeightAudit | None = None
+    draft_audit: WeightAudit | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -259,13 +261,22 @@ class Plan:
             lines.append(f"planned, but not runnable yet: {self.target.geometry.not_runnable}")
         if self.draft is not None:
             lines += [f"draft: {line}" for line in self.draft.local.obstacles]
+            if self.draft.refusal is not None:
+                lines.append(f"draft: {as_obstacle(self.draft.refusal)}")
         return tuple(lines)
 
     @property
     def can_run(self) -> bool:
         """True if no known obstacle prevents the plan from running."""
-        is_whole = self.audit is None or self.audit.refusal is None
+        audits = self.audit, self.draft_audit
+        is_whole = all(audit is None or audit.refusal is None for audit in audits)
         return is_whole and not self.obstacles and not self._memory_warnings()
+
+    def check_files(self) -> None:
+        """Raises BadCheckpoint for the first tensor of target or drafter that is missing or wrong."""
+        for audit in (self.audit, self.draft_audit):
+            if audit is not None:
+                audit.check()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -279,7 +290,8 @@ class Plan:
             lines += slow_layers(self.target.kv)
         lines += rounded_layers(self.target.kv)
         if self.draft is not None:
-            notes = self.draft.local.notes, self.draft.kv.warnings
+            faults = () if self.draft_audit is None else self.draft_audit.faults
+            notes = self.draft.local.notes, self.draft.kv.warnings, faults
             lines += [f"draft: {line}" for lines_of in notes for line in lines_of]
         if self.request.prefix_caching and not self.limits.prefix_caching:
             lines.append(

@@ -17,7 +17,7 @@ SCHEMA = 1
 def plan_json(plan: Plan, *, tensors: bool = False) -> dict[str, Any]:
     """Returns the whole plan as JSON values. The order of keys is part of the schema.
 
-    tensors: also list every stored tensor of the target.
+    tensors: also list every stored tensor of target and drafter.
     """
     memory = plan.memory
     return {
@@ -43,7 +43,7 @@ def plan_json(plan: Plan, *, tensors: bool = False) -> dict[str, Any]:
         "geometry_source": plan.target.shape_source.value,
         "weights": None if plan.audit is None else _weights(plan.audit, tensors=tensors),
         "target": _model(plan.target),
-        "draft": None if plan.draft is None else _draft(plan, plan.draft),
+        "draft": None if plan.draft is None else _draft(plan, plan.draft, tensors=tensors),
         "memory": {
             "total_bytes": memory.total_bytes,
             "weights_bytes": memory.weights_bytes,
@@ -128,7 +128,7 @@ def _model(model: PlannedModel) -> dict[str, Any]:
     }
 
 
-def _draft(plan: Plan, draft: PlannedModel) -> dict[str, Any]:
+def _draft(plan: Plan, draft: PlannedModel, *, tensors: bool) -> dict[str, Any]:
     facts = plan.draft_facts
     assert facts is not None
     return {
@@ -136,6 +136,9 @@ def _draft(plan: Plan, draft: PlannedModel) -> dict[str, Any]:
         "fingerprint": draft.kv.fingerprint,
         "dtype": draft.kv.compute_dtype.value,
         "block_size": facts.block_size,
+        "weights": None
+        if plan.draft_audit is None
+        else _weights(plan.draft_audit, tensors=tensors),
         **_model(draft),
     }
 

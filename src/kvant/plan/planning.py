@@ -39,7 +39,7 @@ from kvant.plan.ranks import check_ranks, divide
 from kvant.plan.resolution import resolve_kv
 from kvant.plan.speculative_config import FLAG, SpeculativeConfig
 from kvant.plan.workspaces import workspaces
-from kvant.speculative.dflash.files import read_network
+from kvant.speculative.dflash.files import audit_drafter, read_network
 
 _STATE_STRIDES = {True: 512, False: 2048}
 """Tokens between kept recurrent states, where prompts are cut: on a CPU (True) and on a GPU (False)."""
@@ -77,8 +77,13 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     _refuse_drafts_over_states(request, geometry)
     draft: PlannedModel | None = None
     draft_facts: DraftFacts | None = None
+    draft_audit: WeightAudit | None = None
     if request.speculative is not None and facts.draft is not None:
         draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
+        if facts.draft.tensors is not None:
+            draft_audit = audit_drafter(
+                facts.draft.tensors, draft.config, draft.geometry, draft_facts, draft.kv
+            )
     limits = _limits(request, target)
     _refuse_offload(request, geometry, limits)
     counts = _draft_counts(request.speculative, draft_facts, limits)
@@ -99,7 +104,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         request, target, forward, rotary, draft, draft_facts, counts, limits,
         total_bytes=request.memory_bytes if memory is None else memory.total,
         kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
-        audit=audit,
+        audit=audit, draft_audit=draft_audit,
     )  # fmt: skip
     _check_wide_rows(plan)
     if memory is not None:

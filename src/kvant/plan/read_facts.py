@@ -15,7 +15,6 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.forward_info import ForwardFacts
-from kvant.models.geometry import read_draft_geometry
 from kvant.models.geometry.mixtures import refuse_lacking_experts
 from kvant.models.geometry.weight_methods import refuse_weights
 from kvant.models.geometry.weight_recipe import are_decoded
@@ -29,7 +28,7 @@ from kvant.models.weights import read_stored_weights
 from kvant.plan.device import device_memory
 from kvant.plan.facts import Facts, ModelFacts
 from kvant.plan.plan import PlanRequest
-from kvant.speculative.dflash.files import check_files
+from kvant.speculative.dflash.files import read_tensors, refuse_pickled_mask
 
 
 def read_facts(
@@ -81,10 +80,6 @@ def read_facts(
     if asked is not None and asked.method.has_model:
         before = None if known is None else known.draft
         draft = model(asked.model, asked.revision, before, is_target=False)
-        if weights:
-            assert target.shape is not None
-            geometry, facts = read_draft_geometry(draft.config, target.shape.geometry)
-            check_files(draft.local.path, draft.config, geometry, facts)
     if known is not None:
         return Facts(target, draft, known.memory)
     return Facts(
@@ -121,7 +116,8 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     ours = decoded_here(config) is not None
     decoded = ours or are_decoded(config, device)
     if not is_target:
-        return ModelFacts(local, config, checkpoint, weights, decoded)
+        pickled, stored = refuse_pickled_mask(local.path), read_tensors(local.path, headers)
+        return ModelFacts(local, config, checkpoint, weights, decoded, pickled, tensors=stored)
     shape = read_shape(config)  # raises for a drafter
     names = (name for header in headers or () for name in header.tensors)
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)

@@ -11,28 +11,45 @@ mask_embedding              optional: the embedding of masked positions; MiMo sh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant.errors import BadCheckpoint, NotServable, WayOut
-from kvant.kv.checkpoint.safetensors_header import read_headers
+from kvant.errors import BadCheckpoint, ConfigError, NotServable, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN, INCOMPLETE
+from kvant.kv.checkpoint.safetensors_header import Header, read_header
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.geometry import ModelGeometry
+from kvant.kv.spec import KVPlan
 from kvant.models.geometry import DraftFacts
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.weight_recipe import NoRecipe, read_recipe
+from kvant.models.weight_audit import (
+    NUMBERS,
+    OF_KV,
+    Tensors,
+    TensorState,
+    TensorUse,
+    WeightAudit,
+    use_of_scale,
+)
 
 MASK_EMBEDDING_FILE = "mask_embedding.safetensors"
 _PICKLED_MASK = "mask_embedding.pt"  # as MiMo publishes it
+_MASK = "mask_embedding"
 
-# Copies of the target's weights that speculators needs for training only, and frequencies that
-# follow from the config.
-_UNUSED = frozenset({"verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq"})
+_UNUSED: Mapping[str, str] = {
+    "verifier_norm.weight": "a copy of the target's weight, for training only",
+    "verifier_lm_head.weight": "a copy of the target's weight, for training only",
+    "rotary_emb.inv_freq": "its frequencies follow from config.json",
+}
+"""Tensors that nothing reads, and why."""
 
+_NOT_WHOLE = "a drafter that is run without some of its weights drafts nonsense"
 _TABLES = frozenset({"d2t", "t2d"})
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_NUMBERS = _FLOATS | {"BOOL", "U8", "I8", "I16", "I32", "I64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,62 +90,102 @@ def read_network(config: Mapping[str, Any]) -> NetworkConfig:
     )
 
 
-def check_files(
-    directory: Path, config: Mapping[str, Any], geometry: ModelGeometry, facts: DraftFacts
-) -> None:
-    """Raises BadCheckpoint if weights are missing, have another shape, or would not be used."""
-    _refuse_pickled_mask(directory)
-    headers = read_headers(directory)
+def read_tensors(directory: Path, headers: Sequence[Header] | None) -> Tensors | None:
+    """Returns dtype and shape of a drafter's tensors by name; None without safetensors files.
+
+    A mask embedding in a file of its own takes the place of the checkpoint's. Raises BadCheckpoint if that
+    file holds none.
+    """
     if headers is None:
+        return None
+    path = directory / MASK_EMBEDDING_FILE
+    own = [read_header(path)] if path.is_file() else []
+    if any(_MASK not in header.tensors for header in own):
         raise BadCheckpoint(
-            f"{directory} has no safetensors weights",
-            why="the drafter is to be loaded",
-            ways_out=(WayOut("fetch its weights; without them only `kvant plan` works"),),
+            f"{path} holds no tensor {_MASK}", why=INCOMPLETE, ways_out=(COPY_AGAIN,)
         )
-    found = {
-        plain_name(name): entry for header in headers for name, entry in header.tensors.items()
+    return {
+        name: (entry.dtype, entry.shape)
+        for header in (*headers, *own)
+        for name, entry in header.tensors.items()
     }
+
+
+def audit_drafter(
+    tensors: Tensors,
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    facts: DraftFacts,
+    kv: KVPlan,
+) -> WeightAudit:
+    """Returns what every tensor of a drafter is for, and which are missing or wrong. Pure.
+
+    tensors: as `read_tensors` returns them. kv: the drafter's KV plan.
+    """
     needed = required_tensors(read_network(config), geometry, facts)
     optional = _optional_tensors(geometry, facts)
-    for name, entry in found.items():
-        expected = needed.get(name) or optional.get(name)
-        if expected is None:
-            if name not in _UNUSED and read_scale_name(name) is None:
-                raise BadCheckpoint(
-                    f"{directory}: tensor {name} is no part of a DFlash drafter",
-                    why="a drafter that is run without some of its weights drafts nonsense",
-                )
-        elif entry.shape != expected:
-            raise BadCheckpoint(
-                f"{directory}: {name} has shape {list(entry.shape)}",
-                why=f"config.json and the target make it {list(expected)}",
-            )
-        elif name not in _TABLES and entry.dtype not in _FLOATS:
-            raise BadCheckpoint(
-                f"{directory}: {name} is stored as {entry.dtype}",
-                why="the drafter's weights are codes, and Kvant reads numbers",
-                ways_out=(WayOut("use the drafter's unquantised checkpoint"),),
-            )
-    missing = [name for name in needed if name not in found]
-    if missing:
-        shown = ", ".join(missing[:4]) + (", .." if len(missing) > 4 else "")
-        raise BadCheckpoint(
-            f"{directory} lacks {len(missing)} of the drafter's weights: {shown}",
-            why="the files are incomplete or of another model",
-        )
+    found = []
+    for name, (dtype, shape) in tensors.items():
+        plain = plain_name(name)
+        found.append(_use(name, dtype, shape, needed.get(plain) or optional.get(plain), kv))
+    for name in needed.keys() - set(map(plain_name, tensors)):
+        fault = BadCheckpoint(f"{name} is missing", why=INCOMPLETE, ways_out=(COPY_AGAIN,))
+        found.append(_tensor(name, TensorState.MISSING, INCOMPLETE, fault=fault))
+    return WeightAudit(tuple(sorted(found, key=lambda one: one.name)))
 
 
-def _refuse_pickled_mask(directory: Path) -> None:
+def _use(
+    name: str, dtype: str, shape: tuple[int, ...], expected: tuple[int, ...] | None, kv: KVPlan
+) -> TensorUse:
+    """Returns what a stored tensor is for. expected: its shape; None if the network has no such tensor."""
+    plain = plain_name(name)
+    numbers = _NUMBERS if plain in _TABLES else _FLOATS
+    if read_scale_name(name) is not None:
+        state, because = use_of_scale(name, kv)
+        return _tensor(name, state, because, dtype, shape, role=OF_KV)
+    if plain in _UNUSED:
+        return _tensor(name, TensorState.UNUSED, _UNUSED[plain], dtype, shape)
+    if expected is None:
+        what, because = f"{name} is no part of a DFlash drafter", _NOT_WHOLE
+        way = WayOut("give a DFlash drafter that was trained for this target")
+    elif shape != expected:
+        what = f"{name} has the shape {list(shape)}"
+        because, way = f"config.json and the target make it {list(expected)}", COMPARE_CONFIG
+    elif dtype not in numbers:
+        what, because = f"{name} is stored as {dtype}", "it holds codes, and Kvant reads numbers"
+        way = WayOut("use the drafter's unquantised checkpoint")
+    else:
+        return _tensor(name, TensorState.USED, "loaded as the compute dtype", dtype, shape)
+    fault = BadCheckpoint(what, why=because, ways_out=(way,))
+    return _tensor(name, TensorState.WRONG, because, dtype, shape, fault=fault)
+
+
+def _tensor(
+    name: str,
+    state: TensorState,
+    because: str,
+    dtype: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    *,
+    role: str = NUMBERS,
+    fault: BadCheckpoint | None = None,
+) -> TensorUse:
+    layer = name.rpartition(".")[0]
+    return TensorUse(name, layer, dtype or "absent", role, state, because, dtype, shape, fault)
+
+
+def refuse_pickled_mask(directory: Path) -> ConfigError | None:
+    """Returns the error for a mask embedding that is stored as a pickle alone, else None."""
     path, wanted = directory / _PICKLED_MASK, directory / MASK_EMBEDDING_FILE
     if not path.is_file() or wanted.is_file():
-        return
+        return None
     command = (
         "import torch, safetensors.torch as s; "
         f"t = torch.load('{path}', weights_only=True); "
         "t = t['embedding'] if isinstance(t, dict) else t; "
         f"s.save_file({{'mask_embedding': t.reshape(-1).contiguous()}}, '{wanted}')"
     )
-    raise BadCheckpoint(
+    return BadCheckpoint(
         f"{directory} has its mask embedding in {_PICKLED_MASK}",
         why="that is a Python pickle, which can run code when opened; without it drafts are nonsense",
         ways_out=(WayOut(f'if you trust it, convert it once: python -c "{command}"'),),

@@ -30,15 +30,11 @@ from kvant.models.fused.decoder import kernels_for
 from kvant.models.fused.kernels import TorchKernels, WideTorchKernels
 from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind
+from kvant.models.geometry.draft import ROTARY_FIELDS
 from kvant.models.loaded import LoadedModel
 from kvant.models.rotary import fix_frequencies
 from kvant.speculative.base import PlannedDraft
 from kvant.speculative.dflash.weights import DraftWeights, LayerWeights
-
-_ROTARY_FIELDS = (
-    "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "head_dim",
-    "hidden_size", "num_attention_heads",
-)  # fmt: skip
 
 
 class DraftNetwork:
@@ -169,7 +165,7 @@ def _write_only(slots: Tensor, positions: Tensor) -> Step:
 def _rotary(config: Mapping[str, Any], max_model_len: int) -> Any:
     """Returns transformers' rotary embedding, with its scalings, fixed for the longest sequence."""
     section = config.get("transformer_layer_config") or config
-    fields = {name: section[name] for name in _ROTARY_FIELDS if section.get(name) is not None}
+    fields = {name: section[name] for name in ROTARY_FIELDS if section.get(name) is not None}
     rotary = Qwen3RotaryEmbedding(Qwen3Config(**fields))
     fix_frequencies(rotary, max_model_len)
     return rotary

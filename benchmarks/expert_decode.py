@@ -1,23 +1,21 @@
-"""Candidates for `few_rows.cu` over listed experts in mxfp4 on one GPU: today's bits, and their times.
+"""`few_rows.cu` over listed experts in mxfp4 on one GPU: times of its cuts and of bounds on registers.
 
     python -m benchmarks.expert_decode [--tokens 32] [--out FILE]
 
-Each candidate changes the text of the engine's kernel. Experts are those of gpt-oss-20b, random, with random
-choices; two copies of the weights take turns, so that no cache holds them.
+Experts are those of gpt-oss-20b, random, with random choices; two copies of the weights take turns, so that
+no cache holds them. Results must have the bits of the first cut with as many warps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from types import MappingProxyType
 
 import torch
 
@@ -29,140 +27,10 @@ from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs, Warps
 from kvant.weights.format import MXFP4
 
 EXPERTS, TOP_K, WIDTH = 32, 4, 2880
-CUTS = Warps(2, 2, 2), Warps(2, 4, 2), Warps(4, 4, 2)
-_WARPS = 20
-"""Warps per multiprocessor that a bound on registers asks for."""
-Patch = Callable[[str], str]
-
-
-def _swap(text: str, old: str, new: str) -> str:
-    assert text.count(old) == 1, f"few_rows.cu has changed: {old}"
-    return text.replace(old, new)
-
-
-def apart(text: str) -> str:
-    """Gives scales above 2 a loop of their own, so that other blocks take no instruction for them."""
-    text = _swap(
-        text,
-        "template <int HIGH>\n__device__ __forceinline__ void decode",
-        "template <int N>\nstruct Constant { static constexpr int value = N; };\n\n"
-        "template <int HIGH, int MORE = 1>\n__device__ __forceinline__ void decode",
-    )
-    text = _swap(text, "    if (fine.more) {\n", "    if (MORE && fine.more) {\n")
-    start = text.index("#pragma unroll\n            for (int q = 0; q < 4; q++) {  // half q % 2")
-    end = text.index("#if PARTS\n            float share = 1.0f;", start)
-    body = text[start:end]
-    for high in (0, 1):
-        body = _swap(body, f"decode<{high}>(word,", f"decode<{high}, decltype(with)::value>(word,")
-    head = """            u32 rare = 0;
-#if FINE
-#pragma unroll
-            for (int i = 0; i < RT; i++) rare |= fine[i][0].more | fine[i][1].more;
-#endif
-            auto products = [&](auto with) {
-"""
-    tail = """            };
-            if (FINE && __any_sync(0xffffffffu, rare)) products(Constant<1>());
-            else products(Constant<0>());
-"""
-    return text[:start] + head + body + tail + text[end:]
-
-
-def together(text: str) -> str:
-    """Moves sign and magnitude to their places by one masked product, in place of two shifts and an or."""
-    start = text.index("    const u32 c = HIGH ? a << 8 : a << 12")
-    end = text.index("    if (", start)
-    lines = """    const u32 c = (a & (HIGH ? 0x00f000f0u : 0x000f000fu)) * (HIGH ? 0x104u : 0x1040u);
-    const u32 d = (b & (HIGH ? 0x00f000f0u : 0x000f000fu)) * (HIGH ? 0x104u : 0x1040u);
-    first = fma2(c & 0x81c081c0u, fine.scale, 0x80008000u);
-    second = fma2(d & 0x81c081c0u, fine.scale, 0x80008000u);
-"""
-    return text[:start] + lines + text[end:]
-
-
-def ahead(text: str) -> str:
-    """Copies rows of x to shared memory with the codes, so that no block waits for the L2 cache."""
-    text = _swap(
-        text,
-        "#define SLOT (UPPER_AT",
-        "#define X_AT (UPPER_AT + (SIX ? 512 * RT : 0) + (ZEROS ? 16 * RT : 0))\n"
-        "#define SLOT (NT * 2048 + UPPER_AT",
-    )
-    start = text.index(
-        "#if !ONE\n#pragma unroll\n        for (int n = 0; n < NT; n++) {\n            const int at"
-    )
-    end = text.index("#endif\n", start) + len("#endif\n")
-    tokens = text[start:end]
-    text = _swap(text, tokens, "")
-    each = "#pragma unroll\n    for (int s = 0; s < STAGES; s++) {\n"
-    codes = "if (warp + s * WARPS < units) fetch(s, warp + s * WARPS);\n"
-    rows = codes.replace("fetch(", "fetch_x(")
-    find = tokens.removeprefix("#if !ONE\n").removesuffix("#endif\n")
-    copies = f"""    auto find = [&](int first) {{
-{find}    }};
-    auto fetch_x = [&](int slot, int b) {{
-        u8* to = ring + slot * SLOT + X_AT;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {{
-#pragma unroll
-            for (int q = 0; q < 4; q++) {{
-                const int offset = b * 128 + q / 2 * half + q % 2 * 8;
-                const bool in = token[n] && (!RAGGED || column + offset < K);
-                copy16(to + ((n * 4 + q) * 32 + lane) * 16, in ? token[n] + offset : x, in ? 16 : 0);
-            }}
-        }}
-    }};
-{each}        {codes}    }}
-    find(0);
-{each}        {rows}        commit();
-    }}
-"""
-    text = _swap(text, f"{each}        {codes}        commit();\n    }}\n", "")
-    place = "    float unscale = 1.0f;  // of a staged row\n"
-    text = _swap(text, place, place + copies)
-    text = _swap(
-        text,
-        f"                {codes}                commit();\n            }}\n",
-        f"                {codes}            }}\n            find(first);\n#pragma unroll\n"
-        f"            for (int s = 0; s < STAGES; s++) {{\n"
-        f"                {rows}                commit();\n            }}\n",
-    )
-    text = _swap(
-        text,
-        "if (token[n] && (!RAGGED || column + offset < K)) v = *(const uint4*)(token[n] + offset);",
-        "v = *(const uint4*)(from + X_AT + ((n * 4 + q) * 32 + lane) * 16);",
-    )
-    later = "if (unit + STAGES * WARPS < units) fetch(slot, unit + STAGES * WARPS);\n"
-    return _swap(text, later, later + later.replace("fetch(", "fetch_x("))
-
-
-CANDIDATES: Mapping[str, tuple[Patch, ...]] = MappingProxyType(
-    {
-        "engine": (),
-        "apart": (apart,),
-        "apart, together": (apart, together),
-        "ahead": (ahead,),
-        "apart, together, ahead": (apart, together, ahead),
-    }
-)
-"""Changes of the engine's kernel, by name; the first has none."""
-
-
-def source(name: str) -> str:
-    """Returns the kernel's text with the changes of a candidate."""
-    folder = Path(few_rows.__file__).parent
-    text = "".join((folder / part).read_text() for part in ("decode.cuh", "few_rows.cu"))
-    for patch in CANDIDATES[name]:
-        text = patch(text)
-    return text
-
-
-def shared_bytes(name: str, macros: Mapping[str, int | str]) -> int:
-    """Returns the bytes of shared memory of a program of a candidate."""
-    rows = 0
-    if ahead in CANDIDATES[name]:
-        rows = 2048 * int(macros["NT"]) * int(macros["WARPS"]) * int(macros["STAGES"])
-    return few_rows.shared_bytes(macros) + rows
+_PACKAGE = few_rows.__package__
+CUTS = Warps(2, 2, 2), Warps(2, 2, 3), Warps(2, 4, 2), Warps(4, 2, 2)
+RESIDENT = 0, 16, 20, 24
+"""Warps that must find room in a multiprocessor's registers; 0 for any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,56 +50,46 @@ def main() -> None:
     asked = parser.parse_args()
     torch.manual_seed(0)
     rows = []
-    with TemporaryDirectory() as folder:
-        for row in measure(asked.tokens, Path(folder)):
-            print(row, flush=True)
-            rows.append(row)
+    for row in measure(asked.tokens):
+        print(row, flush=True)
+        rows.append(row)
     if asked.out is not None:
         found = {"device": torch.cuda.get_device_name(), "tokens": asked.tokens, "rows": rows}
         asked.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def measure(tokens: int, folder: Path) -> Iterator[dict[str, object]]:
-    """Yields a row for every product, candidate, cut and bound on registers. folder: for kernels' texts."""
-    package = "kvant.weights.cuda"
-    beside = choices(tokens)
-    tiles = few_rows.token_tiles(min(tokens, max(8, 2 * tokens * TOP_K // EXPERTS)))
-    made = products(tokens)
+def measure(tokens: int) -> Iterator[dict[str, object]]:
+    """Yields a row for every product, cut and bound on registers."""
+    beside, made = choices(tokens), products(tokens)
     jobs = []
-    for label, name, cut in product(made, CANDIDATES, CUTS):
-        kind = made[label].kind
-        macros = few_rows.defines(MXFP4, 0, tiles, torch.bfloat16, cut, kind, bias=True)
-        for programs in (0, _WARPS // cut.warps):
-            text = folder / f"{name} {programs}.cu"
-            text.write_text(bounded(source(name), programs))
-            build.begin(package, [str(text)], macros)
-            jobs.append((label, name, cut, programs, str(text), macros))
-    first: dict[tuple[str, int], torch.Tensor] = {}
-    for label, name, cut, programs, path, macros in jobs:
-        one, size = made[label], shared_bytes(name, macros)
-        kernel = build.build(package, [path], "few_rows", macros, size, few_rows.ARGUMENTS)
+    for (label, one), cut, resident in product(made.items(), CUTS, RESIDENT):
         calls = [
             few_rows.arranged(one.x, weight, one.bias, cut, one.kind, beside, experts=EXPERTS)
             for weight in one.weights
         ]
-        run = partial(_launch, kernel, calls, 32 * cut.warps)
-        us = median(time_us(run, repeats=7)) / len(calls)
+        macros = few_rows.defines(
+            MXFP4, WIDTH, calls[0].tiles, torch.bfloat16, cut, one.kind, bias=True
+        )
+        macros["RESIDENT"] = resident // cut.warps
+        build.begin(_PACKAGE, few_rows.SOURCES, macros)
+        jobs.append((label, cut, resident, macros, calls))
+    first: dict[tuple[str, int], torch.Tensor] = {}
+    for label, cut, resident, macros, calls in jobs:
+        size = few_rows.shared_bytes(macros)
+        kernel = build.build(
+            _PACKAGE, few_rows.SOURCES, "few_rows", macros, size, few_rows.ARGUMENTS
+        )
+        us = median(time_us(partial(_launch, kernel, calls, 32 * cut.warps), repeats=7))
         expected = first.setdefault((label, cut.warps), calls[0].out)
         yield {
-            "product": label, "candidate": name, "cut": [cut.tiles, cut.warps, cut.ahead],
-            "programs": programs, "us": us, "same bits": torch.equal(expected, calls[0].out),
+            "product": label, "cut": [cut.tiles, cut.warps, cut.ahead], "resident warps": resident,
+            "us": us / len(calls), "same bits": torch.equal(expected, calls[0].out),
         }  # fmt: skip
 
 
 def _launch(kernel: build.Kernel, calls: Sequence[few_rows.Call], threads: int) -> None:
     for call in calls:
         kernel.launch(call.programs, threads, call.values, ahead=True)
-
-
-def bounded(text: str, programs: int) -> str:
-    """Returns a kernel of which at least `programs` fit into a multiprocessor's registers; 0 for no bound."""
-    old = "__launch_bounds__(THREADS)\nfew_rows"
-    return _swap(text, old, old.replace(")", f", {programs})")) if programs else text
 
 
 def choices(tokens: int) -> Beside:

@@ -93,6 +93,24 @@ def narrow_chains(data: Any) -> Cells:
     return lines
 
 
+@table("expert-decode", "h200-expert-decode.json")
+def expert_decode(data: Any) -> Cells:
+    """Returns each kernel's fastest bound on registers, for the engine's cut."""
+    lines = [
+        ["kernel", "gates and ups, us", "warps with registers", "down, us", "warps with registers"]
+    ]
+    for name in dict.fromkeys(row["kernel"] for row in data["rows"]):
+        cells = [name]
+        for product in ("gate_up", "down"):
+            of = (name, product, [2, 2, 2])
+            found = [r for r in data["rows"] if (r["kernel"], r["product"], r["cut"]) == of]
+            best = min(found, key=lambda row: row["us"])
+            bound = best["resident_warps"]
+            cells += [f"{best['us']:.1f}", str(bound) if bound else "any"]
+        lines.append(cells)
+    return lines
+
+
 def _parts(steps: Any) -> Iterator[tuple[str, tuple[float, str]]]:
     """Yields microseconds of each part of a step, and its share of the read bandwidth in words."""
     decodes = steps["kind"] == "decodes"

@@ -328,3 +328,24 @@ def test_listed_pairs_are_multiplied_with_their_experts(
     kind = Kind(pairs=Pairs.LISTED, share=True)
     found = multiply(tmp_path, h, second.whole, bias, cut, kind, beside, experts=count)
     close(found, of_pairs(h, second, bias, ids) * shares.view(-1, 1).double())
+
+
+@pytest.mark.parametrize("tokens", [8, pytest.param(12, marks=slow)])
+def test_listed_experts_have_scales_of_any_size(tokens: int, tmp_path: Path) -> None:
+    """Scales of 2 ** -17 to 2 ** 12; the largest are alone in their blocks, or beside small ones."""
+    count, columns = 2, 352
+    weights = stack(count, 64, columns, MXFP4)
+    scales = weights.whole.scales
+    scales.copy_(torch.randint(110, 128, scales.shape))
+    scales[4:8] = torch.randint(110, 140, scales[4:8].shape)
+    scales[8:, ::7] = 139
+    lists = torch.arange(tokens, dtype=torch.int32).repeat(count, 1)
+    beside = Beside(
+        ids=torch.zeros(tokens, 1, dtype=torch.int32), shares=torch.rand(tokens, 1), lists=lists,
+        counts=torch.tensor([0, tokens], dtype=torch.int32),
+    )  # fmt: skip
+    x = torch.randn(tokens, columns).bfloat16()
+    kind, cut = Kind(pairs=Pairs.LISTED), Warps(2, 2, 2)
+    found = multiply(tmp_path, x, weights.whole, None, cut, kind, beside, experts=count)
+    expected = x.double() @ exact(weights.one(1)).T
+    assert ((found.double() - expected).norm(dim=0) < 6e-3 * expected.norm(dim=0)).all()

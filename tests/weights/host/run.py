@@ -94,30 +94,12 @@ def multiply_wide(
     return call.found
 
 
-def run_text(
-    directory: Path,
-    text: str,
-    macros: Mapping[str, int | str],
-    values: Sequence[int | float],
-    programs: tuple[int, int],
-    shared: int,
-    tensors: Sequence[Tensor],
-) -> None:
-    """Runs a changed text of `few_rows.cu` on this CPU; copies may read `tensors`."""
-    library = _compiled(directory, "few_rows", macros, text)
-    _run(library, few_rows.ARGUMENTS, values, programs, shared, tensors)
-
-
-def _compiled(
-    directory: Path, name: str, macros: Mapping[str, int | str], text: str | None = None
-) -> Path:
-    if text is None:
-        text = (SOURCES / "decode.cuh").read_text() + (SOURCES / f"{name}.cu").read_text()
+def _compiled(directory: Path, name: str, macros: Mapping[str, int | str]) -> Path:
     source, library = (
         directory / f"{name}.cu",
-        directory / f"{name}{abs(hash((text, *macros.items())))}.so",
+        directory / f"{name}{abs(hash(tuple(macros.items())))}.so",
     )
-    source.write_text(text)
+    source.write_text((SOURCES / "decode.cuh").read_text() + (SOURCES / f"{name}.cu").read_text())
     defines = [f"-D{key}={value}" for key, value in macros.items()]
     defines += [
         f'-DSOURCE="{source}"',

@@ -175,7 +175,7 @@ class TritonExperts:
             cut = warps_of_one(fmt, columns, weights=count)
             cuda.begin(fmt, columns, 1, dtype, cut, one, bias=has_bias)
             for tiles in (1, 2):
-                cuda.begin(fmt, 0, tiles, dtype, LISTED, many, bias=has_bias)
+                cuda.begin(fmt, columns, tiles, dtype, LISTED, many, bias=has_bias)
 
     def route(
         self,

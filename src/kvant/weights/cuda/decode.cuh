@@ -119,6 +119,9 @@ __device__ __forceinline__ u16 rounded(float f) { return BFLOAT16 ? to_bfloat16(
 
 __device__ __forceinline__ float nearest(float f) { return number(rounded(f)); }
 
+template <int N>
+struct Constant { static constexpr int value = N; };
+
 // Scales and zero points of one row, as products need them.
 struct Fine {
     u32 zero;   // what a code's base and zero point are taken away with, twice
@@ -131,7 +134,8 @@ struct Fine {
 // 4-bit codes gives (0, 2) and (1, 3) of low halves (HIGH 0) or of high halves, with NEIGHBOURS (0, 1) and (2, 3).
 // APART: 8-bit codes give (0, 2) and (1, 3), too. RAISED: e4m3 gives numbers times 2^-120, subnormal ones included; the
 // other operand and the result then make up for that.
-template <int HIGH>
+// MORE: scales of e2m1 may have a second factor.
+template <int HIGH, int MORE = 1>
 __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u32& second) {
 #if CODE == 0 && OPERAND_BFLOAT16 && APART
     const u32 a = (word << 8 & 0x80008000u) | (word << 4 & 0x07f007f0u);
@@ -176,11 +180,12 @@ __device__ __forceinline__ void decode(u32 word, const Fine& fine, u32& first, u
         first = fma2(and_or(a, 0x000f000fu, 0x64006400u), 0x3c003c00u, fine.zero);
         second = fma2(and_or(b, 0x000f000fu, 0x64006400u), 0x3c003c00u, fine.zero);
     }
-#else  // the code's bits in their places, times a power of two for the bias and for the group
-    const u32 c = HIGH ? a << 8 : a << 12, d = HIGH ? b << 8 : b << 12;
-    first = fma2((c & 0x80008000u) | ((c >> 6) & 0x01c001c0u), fine.scale, 0x80008000u);
-    second = fma2((d & 0x80008000u) | ((d >> 6) & 0x01c001c0u), fine.scale, 0x80008000u);
-    if (fine.more) {
+#else  // sign and magnitude in their places by one product, times a power of two for the bias and for the group
+    const u32 c = (a & (HIGH ? 0x00f000f0u : 0x000f000fu)) * (HIGH ? 0x104u : 0x1040u);
+    const u32 d = (b & (HIGH ? 0x00f000f0u : 0x000f000fu)) * (HIGH ? 0x104u : 0x1040u);
+    first = fma2(c & 0x81c081c0u, fine.scale, 0x80008000u);
+    second = fma2(d & 0x81c081c0u, fine.scale, 0x80008000u);
+    if (MORE && fine.more) {
         first = fma2(first, fine.more, 0x80008000u);
         second = fma2(second, fine.more, 0x80008000u);
     }

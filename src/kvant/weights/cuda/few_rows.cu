@@ -22,7 +22,7 @@
 // ups; ACTIVATION 0 silu, 1 gelu_tanh, 2 clamped; SHARE: results are multiplied by weights of pairs; PDL:
 // the program may start while the kernel before it runs; BARE: 4-bit codes for a single row stay 1024 + code, or
 // 1024 + 16 times the code in high halves, whose columns of x are divided by 16. What that adds is taken from a block's
-// sum.
+// sum; RESIDENT programs have room in a multiprocessor's registers; 0 for any number.
 
 #define PARTS (SCALES == 2 || (SCALES == 1 && !FINE) || EXPERTS == 3)  // sums of a block are scaled
 #define RAGGED (K % 128 != 0)
@@ -38,6 +38,12 @@
 #define RING (WARPS * STAGES * SLOT)
 #define SUMS (WARPS * 16 * RT * (ONE ? 4 : 32 * NT))
 #define THREADS (WARPS * 32)
+#if RESIDENT
+#define BOUNDS __launch_bounds__(THREADS, RESIDENT)
+#else
+#define BOUNDS __launch_bounds__(THREADS)
+#endif
+#define NEXT (!ONE && FINE && NT == 1)  // rows of x are read a block before their products
 // One product, at most one result per thread: what only that result needs is fetched before the launch in front ends.
 #define EARLY (ONE && !EXPERTS && (GATED ? 8 : 16) * RT <= THREADS)
 
@@ -46,7 +52,7 @@
 // weight. lists: [experts, most] pairs; counts: pairs of each; ids, shares: [tokens, top_k]. scale_stride:
 // between groups, or between rows of blocks. residual, out: as wide as results. inputs: columns, where K is not
 // known before.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void BOUNDS
 few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors, const u16* x, const u16* bias,
          const u16* norm_weight, const u16* residual, u16* out, const int* lists, const int* counts,
          const int* ids, const float* shares, int tokens, int N, int tiles, int scale_stride, int most,
@@ -182,7 +188,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
 #pragma unroll
                 for (int p = 0; p < PIECES; p++) {
                     const bool in = !RAGGED || b * 128 + column + 64 * p < K;
-                    const u8* at = in ? from + row_at[i][h] + 64 * p : weight;
+                    const u8* at = in || FINE ? from + row_at[i][h] + 64 * p : weight;
                     copy16(to + (((i * 2 + h) * PIECES + p) * 32 + kept) * 16, at, in ? 16 : 0);
                 }
             }
@@ -194,7 +200,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
 #elif SCALES == 1
         if (lane < SCALE_COPIES) {
             const bool in = !RAGGED || b * 128 + scale_k * GROUP < K;
-            const u8* at = in ? scales_from + (i64)b * (GROUPS * SIZE * scale_stride) : scales;
+            const u8* at = in || FINE ? scales_from + (i64)b * (GROUPS * SIZE * scale_stride) : scales;
             if (SIZE == 1) copy8(to + CODE_ROOM + scale_to, at, in ? 8 : 0);
             else copy16(to + CODE_ROOM + scale_to, at, in ? 16 : 0);
         }
@@ -421,6 +427,17 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
                 commit();
             }
         }
+#if NEXT
+        uint4 next[4][NT];  // columns of the warp's next block
+        auto fetch_columns = [&](int q, int b) {
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const bool in = token[n] && b * 128 + column < K;
+                if (in) next[q][n] = *(const uint4*)(token[n] + b * 128 + q / 2 * half + q % 2 * 8);
+                else next[q][n] = make_uint4(0, 0, 0, 0);
+            }
+        };
+#endif
 #if !ONE
 #pragma unroll
         for (int n = 0; n < NT; n++) {
@@ -435,6 +452,10 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
                 token[n] = x + row * K + (GROUPED ? 4 * t : column);
             }
         }
+#endif
+#if NEXT
+#pragma unroll
+        for (int q = 0; q < 4; q++) fetch_columns(q, warp);
 #endif
         float acc[RT][NT][4] = {};
 #if ONE && !GROUPED
@@ -574,67 +595,86 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
 #else
             auto& part = acc;
 #endif
+            auto products = [&](auto with) {
 #pragma unroll
-            for (int q = 0; q < 4; q++) {  // half q % 2 of the lane's piece q / 2, which is 16 columns
-                const int c = q / 2;
+                for (int q = 0; q < 4; q++) {  // half q % 2 of the lane's piece q / 2, which is 16 columns
+                    const int c = q / 2;
 #if ONE
-                const int offset = b * 128 + column + c * half + q % 2 * 8;
-                if (g == 0) {
-                    const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
-                    if (RAGGED) columns[0] = make_uint4(0, 0, 0, 0);
-                    if (!RAGGED || offset < K) columns[0] = *(const uint4*)(staged + row * K + offset);
-                }
-#else
-                uint4 columns[NT];
-#pragma unroll
-                for (int n = 0; n < NT; n++) {
-                    uint4 v = make_uint4(0, 0, 0, 0);
-                    const int offset = b * 128 + c * half + q % 2 * 8;
-                    if (token[n] && (!RAGGED || column + offset < K)) v = *(const uint4*)(token[n] + offset);
-#if NIBBLES
-                    v = make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
-                                   __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
-#endif
-                    columns[n] = v;
-                }
-#endif
-                uint4 codes[RT][2];
-#pragma unroll
-                for (int i = 0; i < RT; i++) {
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const int piece = (i * 2 + h) * PIECES + (PIECES == 2 ? c : 0);
-                        codes[i][h] = *(const uint4*)(from + (piece * 32 + lane) * 16);
+                    const int offset = b * 128 + column + c * half + q % 2 * 8;
+                    if (g == 0) {
+                        const int row = EXPERTS == 3 ? unit / BLOCKS : 0;
+                        if (RAGGED) columns[0] = make_uint4(0, 0, 0, 0);
+                        if (!RAGGED || offset < K) columns[0] = *(const uint4*)(staged + row * K + offset);
                     }
-                }
+#else
+                    uint4 columns[NT];
 #pragma unroll
-                for (int j = q % 2 * 2; j < q % 2 * 2 + 2; j++) {
-                    u32 a[RT][4];
+                    for (int n = 0; n < NT; n++) {
+#if NEXT
+                        uint4 v = next[q][n];
+#else
+                        uint4 v = make_uint4(0, 0, 0, 0);
+                        const int offset = b * 128 + c * half + q % 2 * 8;
+                        if (token[n] && (!RAGGED || column + offset < K)) v = *(const uint4*)(token[n] + offset);
+#endif
+#if NIBBLES
+                        v = make_uint4(__byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632),
+                                       __byte_perm(v.z, v.w, 0x5410), __byte_perm(v.z, v.w, 0x7632));
+#endif
+                        columns[n] = v;
+                    }
+#if NEXT
+                    fetch_columns(q, b + WARPS);
+#endif
+#endif
+                    uint4 codes[RT][2];
 #pragma unroll
                     for (int i = 0; i < RT; i++) {
 #pragma unroll
                         for (int h = 0; h < 2; h++) {
-                            const uint4& v = codes[i][h];
-                            const u32 word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
-#if BARE
-                            const u32 mask = c ? 0x00f000f0u : 0x000f000fu;
-                            a[i][h] = and_or(word, mask, 0x64006400u);
-                            a[i][h + 2] = and_or(word >> 8, mask, 0x64006400u);
-#else
-                            if (c) decode<1>(word, fine[i][h], a[i][h], a[i][h + 2]);
-                            else decode<0>(word, fine[i][h], a[i][h], a[i][h + 2]);
-#endif
+                            const int piece = (i * 2 + h) * PIECES + (PIECES == 2 ? c : 0);
+                            codes[i][h] = *(const uint4*)(from + (piece * 32 + lane) * 16);
                         }
                     }
 #pragma unroll
-                    for (int n = 0; n < NT; n++) {
-                        const u32 b0 = j % 2 ? columns[n].z : columns[n].x;
-                        const u32 b1 = j % 2 ? columns[n].w : columns[n].y;
+                    for (int j = q % 2 * 2; j < q % 2 * 2 + 2; j++) {
+                        u32 a[RT][4];
 #pragma unroll
-                        for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], b0, b1);
+                        for (int i = 0; i < RT; i++) {
+#pragma unroll
+                            for (int h = 0; h < 2; h++) {
+                                const uint4& v = codes[i][h];
+                                const u32 word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
+#if BARE
+                                const u32 mask = c ? 0x00f000f0u : 0x000f000fu;
+                                a[i][h] = and_or(word, mask, 0x64006400u);
+                                a[i][h + 2] = and_or(word >> 8, mask, 0x64006400u);
+#else
+                                if (c) decode<1, decltype(with)::value>(word, fine[i][h], a[i][h], a[i][h + 2]);
+                                else decode<0, decltype(with)::value>(word, fine[i][h], a[i][h], a[i][h + 2]);
+#endif
+                            }
+                        }
+#pragma unroll
+                        for (int n = 0; n < NT; n++) {
+                            const u32 b0 = j % 2 ? columns[n].z : columns[n].x;
+                            const u32 b1 = j % 2 ? columns[n].w : columns[n].y;
+#pragma unroll
+                            for (int i = 0; i < RT; i++) multiply(part[i][n], a[i], b0, b1);
+                        }
                     }
                 }
-            }
+            };
+#if FINE && !ONE
+            // Scales above 2 take a second factor. If no lane has one, the warp takes no instruction for it.
+            u32 large = 0;
+#pragma unroll
+            for (int i = 0; i < RT; i++) large |= fine[i][0].more | fine[i][1].more;
+            if (__any_sync(0xffffffffu, large)) products(Constant<1>());
+            else products(Constant<0>());
+#else
+            products(Constant<1>());
+#endif
 #if PARTS
             float share = 1.0f;
 #if EXPERTS == 3

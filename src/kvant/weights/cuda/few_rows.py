@@ -27,7 +27,10 @@ GROUPS = {(1, 32), (1, 64)}
 
 _BLOCKS = (Q4_1, Q4_K, Q6_K)
 
-_SOURCES = "decode.cuh", "few_rows.cu"
+_LISTED_WARPS = 16
+"""Warps of listed experts in e2m1 that find room in a multiprocessor's registers; 20 and 24 were slower."""
+
+SOURCES = "decode.cuh", "few_rows.cu"
 _CODES = {Code.E4M3: 0, Code.INT8: 1, Code.INT4: 2, Code.E2M1: 3, Code.INT6: 4}
 _SCALES = {
     Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3, Scale.UINT6: 4, Scale.INT8: 5,
@@ -163,21 +166,27 @@ def defines(
     bias: bool = False,
     ahead: bool = True,
 ) -> dict[str, int | str]:
-    """Returns the macros of `few_rows.cu`. tiles: of 8 tokens. ahead: may overlap the previous launch."""
+    """Returns the macros of `few_rows.cu`. tiles: of 8 tokens. ahead: may overlap the previous launch.
+
+    columns: of the weight; compiled in for a single row and for listed experts in e2m1.
+    """
     scales = {(1, WHOLE): 0, (BLOCK, BLOCK): 2}.get((fmt.rows, fmt.columns), 1)
     by_blocks = (fmt.rows, fmt.columns) == (1, BLOCK) and fmt.code is Code.INT4
     bare = kind.one and kind.pairs is Pairs.NONE and by_blocks and columns % BLOCK == 0
+    listed = kind.pairs is Pairs.LISTED and fmt.code is Code.E2M1
+    resident = _LISTED_WARPS // cut.warps if listed and tiles == 1 else 0
     return {
         "CODE": _CODES[fmt.code], "SCALES": scales, "GROUP": fmt.columns if scales == 1 else BLOCK,
         "SCALE_TYPE": _SCALES[fmt.scale], "ZEROS": int(fmt.zero_points), "BIAS": int(bias),
         "OFFSETS": int(fmt.offsets), "SUPER": fmt.superblock,
         "BFLOAT16": int(dtype is torch.bfloat16), "NT": tiles, "RT": cut.tiles,
-        "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns if kind.one else "inputs",
+        "WARPS": cut.warps, "STAGES": cut.ahead, "K": columns if kind.one or listed else "inputs",
         "ONE": int(kind.one), "NEIGHBOURS": 0,
         "NORM": int(kind.norm) * (2 if kind.plus else 1), "GATED": int(kind.gated),
         "ALTERNATING": int(kind.alternating),
         "ACTIVATION": kind.act.value, "ADDED": int(kind.added), "EXPERTS": kind.pairs.value,
         "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead), "BARE": int(bare),
+        "RESIDENT": resident,
     }  # fmt: skip
 
 
@@ -221,13 +230,10 @@ def kernel(
     *,
     bias: bool = False,
 ) -> Kernel:
-    """Returns the compiled kernel for `tiles` tiles of 8 tokens. Raises RuntimeError if it does not compile.
-
-    columns: of the weight, read for `Kind.one` only.
-    """
+    """Returns the kernel for `tiles` tiles of 8 tokens. Raises RuntimeError if it does not compile."""
     macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
     size = shared_bytes(macros)
-    return build.build(__package__, _SOURCES, "few_rows", macros, size, ARGUMENTS)
+    return build.build(__package__, SOURCES, "few_rows", macros, size, ARGUMENTS)
 
 
 def begin(
@@ -241,9 +247,8 @@ def begin(
     bias: bool = False,
 ) -> None:
     """Starts compiling the kernel that `kernel` returns for these arguments, in another thread."""
-    columns = columns if kind.one else 0
     macros = defines(fmt, columns, tiles, dtype, cut, kind, bias=bias)
-    build.begin(__package__, _SOURCES, macros)
+    build.begin(__package__, SOURCES, macros)
 
 
 def multiply(

@@ -96,6 +96,26 @@ def wide_rows(data: Any) -> Cells:
     return lines
 
 
+@table("wide-sides", "wide-sides.json")
+def wide_sides(data: Any) -> Cells:
+    """Formats with wide rows of both sides, of K and of V, by context."""
+    lines = [
+        ["stored as", "wide", "context", "bits", "mean KL", "its standard error", "same top token"]
+    ]
+    rows = [(run["wide_rows_in"], r) for run in data["runs"] for r in run["rows"]]
+    order = list(dict.fromkeys((r["context"], r["format"]) for _, r in rows))
+    for stored, r in sorted(
+        rows, key=lambda one: order.index((one[1]["context"], one[1]["format"]))
+    ):
+        side = {"k": "K", "v": "V"}.get(stored.partition("=")[0], "both")
+        rows_of = "first {}, last {}".format(*r["rows"].split("+"))
+        lines.append(
+            [r["format"], f"{side}: {rows_of}", f"{r['context']:,}", f"{r['bits']:.2f}",
+             f"{r['kld_mean']:.5f}", f"{r['kld_mean_error']:.5f}", percent(r["same_top"], digits=1)]
+        )  # fmt: skip
+    return lines
+
+
 _NARROW = {"k3v3": "K3/V3", "s4": "int4_short", "s4n2": "int4_short/normal2", "n2": "normal2"}
 _WIDE = {"bf16": "bfloat16", "i8": "int8_per_token_head"}
 

@@ -60,7 +60,9 @@ SinkOption = Annotated[
 RecentDtypeOption = Annotated[
     str | None,
     typer.Option(
-        "--kv-recent-dtype", metavar="F", help="Format of these rows. Default: the model dtype."
+        "--kv-recent-dtype",
+        metavar="F",
+        help="Format of these rows: F, K/V, or one side alone, k=F or v=F. Default: the model dtype.",
     ),
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="D", help="Dtype to compute in.")]

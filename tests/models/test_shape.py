@@ -42,6 +42,20 @@ def test_a_listed_family_is_read_from_its_config() -> None:
     assert read_shape(configs.tiny("llama")).source is ShapeSource.CONFIG
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("granitemoe", {"attention_multiplier": None}, "null in the place of the number that scales"),
+        ("kimi_linear", {"num_attention_heads": 0}, "0 heads of queries"),
+    ],
+)
+def test_numbers_without_which_a_probed_model_does_not_start_are_refused(
+    name: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(NotServable, match=says):
+        probe(config(name, **changes))
+
+
 def test_a_probe_is_kept_and_a_broken_file_is_probed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
@@ -518,3 +518,37 @@ def test_a_weight_of_another_shape_is_named_by_plan_and_start(
 ) -> None:
     path = _with(tiny.build(family, tmp_path), lambda t: t.update({name: t[name][:-1].clone()}))
     _refused_by_both(path, f"{name} has the shape")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dots1",  # experts apart, which transformers joins; biases that are buffers; one dense layer
+        "granitemoe",  # other names of experts' modules
+        "dbrx",  # layers that are called blocks
+        "cosmos3_edge",  # another place and other names of everything
+    ],
+)
+def test_a_probed_model_misses_every_kind_of_tensor_of_its_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    families.build(name, path)
+    whole = load_file(path / "model.safetensors")
+    assert audit(path).refusal is None
+    for one in {re.sub(r"\.\d+(?=\.|$)", ".N", name): name for name in whole}.values():
+        others = {name: tensor for name, tensor in whole.items() if name != one}
+        longer = torch.cat([whole[one], whole[one][:1]])
+        for found in (others, {**others, one: longer}):
+            save_file(found, path / "model.safetensors", metadata={"format": "pt"})
+            refused = audit(path).refusal
+            assert refused is not None, one
+            assert one.removesuffix(".weight") in str(refused)
+
+
+@pytest.mark.parametrize("name", ["dots1", "cosmos3_edge"])
+def test_files_in_the_form_of_the_modules_are_whole_too(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    families.build(name, path)
+    model = families.auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
+    model.save_pretrained(path, save_original_format=False)
+    assert audit(path).refusal is None
+    LLM(path, kv_cache_memory="1MiB")

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     masking_utils,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -76,10 +77,15 @@ _HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel", "LMHead")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The result of a probe. parameters: names and shapes of all weights, including towers."""
+    """The result of a probe. parameters: names and shapes of all weights, including towers.
+
+    stored: the same of the tensors in files as transformers writes them, with kept buffers; () if there are
+    no others.
+    """
 
     geometry: ModelGeometry
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    stored: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def num_weights(self) -> int:
@@ -142,7 +148,20 @@ def probe(config: Mapping[str, Any]) -> Probed:
         state_dtype=read_state_dtype(sections[1]),
     )
     weights = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
-    return Probed(geometry, weights)
+    stored = _stored(module)
+    return Probed(geometry, weights, () if stored == weights else stored)
+
+
+def _stored(module: PreTrainedModel) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Returns names and shapes of a model's tensors in files: transformers converts some when it loads them.
+
+    Published files have the form that it writes again. Tied weights are named once.
+    """
+    tied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    kept = {name: one for name, one in module.state_dict().items() if name not in tied}
+    kept.update(module.named_parameters())
+    found = revert_weight_conversion(module, kept)
+    return tuple((name, tuple(tensor.shape)) for name, tensor in found.items())
 
 
 def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
@@ -281,7 +300,7 @@ def _layer(
         raise _CannotRun(
             f"layer {index} has the window {window} in its mask alone, which Kvant does not build"
         )
-    if one.q[1] % one.k[1] or one.k[1] != one.v[1]:
+    if not one.k[1] or one.q[1] % one.k[1] or one.k[1] != one.v[1]:
         raise _CannotRun(f"layer {index} has {one.q[1]} heads of queries for {one.k[1]} of keys")
     kind = Attention.FULL if window is None else Attention.SLIDING
     return LayerGeometry(
@@ -492,6 +511,8 @@ def _attend(
         raise _CannotRun(f"{name} gets no keywords of the forward, so no step")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise _CannotRun(f"{name} is not causal")
+    if scaling is None and getattr(module, "scaling", 1.0) is None:
+        raise _CannotRun(f"{name} has null in the place of the number that scales its scores")
     if query.shape[2] != key.shape[2]:
         raise _CannotRun(f"{name} attends to other tokens than those of its own layer")
     mask = None

@@ -27,7 +27,7 @@ from kvant.models.geometry.read import read_geometry
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 5
+_FORM = 6
 """Version of the stored form of a probe's result, and of what a probe examines."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
@@ -55,7 +55,11 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 
         probed = probe(config)
         found = ModelShape(
-            probed.geometry, ShapeSource.PROBED, probed.num_weights, probed.parameters
+            probed.geometry,
+            ShapeSource.PROBED,
+            probed.num_weights,
+            probed.parameters,
+            probed.stored,
         )
         _keep(config, found)
     return found
@@ -109,8 +113,12 @@ def _kept(config: Mapping[str, Any]) -> ModelShape | None:
             for layer in said["layers"]
         )
         geometry = ModelGeometry(**{**said, "layers": layers, "dtype": ComputeDtype(said["dtype"])})
-        parameters = tuple((str(name), tuple(shape)) for name, shape in body["parameters"])
-        return ModelShape(geometry, ShapeSource.PROBED, int(body["num_weights"]), parameters)
+        parameters, stored = (
+            tuple((str(name), tuple(shape)) for name, shape in body[key])
+            for key in ("parameters", "stored")
+        )
+        numbers = int(body["num_weights"])
+        return ModelShape(geometry, ShapeSource.PROBED, numbers, parameters, stored)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -134,6 +142,7 @@ def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
                     "geometry": said,
                     "num_weights": shape.num_weights,
                     "parameters": shape.parameters,
+                    "stored": shape.stored,
                 }
             ),
             encoding="utf-8",

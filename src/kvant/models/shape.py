@@ -17,9 +17,13 @@ class ShapeSource(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model's shape. num_weights: elements of all weights. parameters: names and shapes, from a probe."""
+    """A model's shape. num_weights: elements of all weights. parameters: names and shapes, from a probe.
+
+    stored: names and shapes of all tensors in files as transformers writes them, if they are others.
+    """
 
     geometry: ModelGeometry
     source: ShapeSource
     num_weights: int | None = None
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    stored: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -139,7 +139,8 @@ class Use:
     decoded: says that they are decoded, and why. rounded: how 16-bit matrices are rounded. activations: how
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
     rounds_head: the head is rounded too, to int8. layers: path of the layers that are rounded. parameters:
-    names and shapes of a probed model's weights.
+    names and shapes of a probed model's weights. in_files: the same as transformers writes them to files, if
+    it converts them while it loads them.
     """
 
     declared: Stored | NotStored | None
@@ -152,6 +153,7 @@ class Use:
     rounds_head: bool = True
     layers: str = ""
     parameters: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    in_files: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
@@ -234,6 +236,11 @@ def _as_in_files(tensors: Tensors, use: Use) -> Use:
     Files of multimodal models have the decoder and the towers at other places than the class that loads
     them: the decoder at the place with the most layers' weights of its names.
     """
+    forms = (use.in_files, use.parameters)
+    parameters = max(forms, key=lambda form: len(form.keys() & tensors.keys()))
+    use = replace(use, parameters=parameters)
+    if _are_names(parameters, tensors):
+        return use
 
     def suffix(name: str, place: str) -> str:
         return _kind(name.removeprefix(place).removesuffix(".weight"))
@@ -270,9 +277,14 @@ def _as_in_files(tensors: Tensors, use: Use) -> Use:
     return replace(use, weights=weights, parameters=parameters, layers=best)
 
 
+def _are_names(parameters: Collection[str], tensors: Tensors) -> bool:
+    """Returns whether files name most of these parameters so."""
+    return 2 * sum(name in tensors for name in parameters) > len(parameters)
+
+
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_JOINED_EXPERTS = re.compile(r"\.experts\.[a-z]")
+_JOINED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
 """Matrices of all experts in one tensor, which some files have transposed."""
 
 _JOINED_PRODUCT = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?![_.]?bias)(?:[._]|$)")
@@ -379,7 +391,7 @@ def _find_lacking(
 
     head = next((path for path in model.dims if path.endswith("lm_head")), "")
     alike: dict[str, list[str]] = {}
-    for path in model.dims:
+    for path in (*model.dims, *(use.parameters.keys() & model.joined)):
         alike.setdefault(_kind(path), []).append(path)
     absent: list[str] = []
     unsure: list[str] = []
@@ -393,6 +405,11 @@ def _find_lacking(
     others = [name for names in modules.values() for name in names if not _is_known(name, kinds)]
     has_others = {name.startswith(at) for name in others}
     has_decoder = bool(use.layers) and any(name.startswith(at) for name in modules)
+    if model.listed is None and _are_names(use.parameters, tensors):
+        # These are transformers' own names, so only others beside them may stand for them.
+        regions = {_region(_layer_of(name)) for name in others}
+        absent += [path for path in unsure if _region(path) not in regions]
+        unsure = []
     for path in unsure:
         if has_decoder and (path.startswith(at) not in has_others or path in alone):
             absent.append(path)
@@ -410,6 +427,12 @@ def _find_lacking(
             )
         )
     return found, replace(model, is_whole=model.listed is not None and not absent and not unsure)
+
+
+def _region(path: str) -> str:
+    """Returns what a module is part of: all layers of one list, or the module above it."""
+    found = _INDEX.search(path)
+    return path.rpartition(".")[0] if found is None else path[: found.start()]
 
 
 def _is_known(name: str, kinds: Collection[str]) -> bool:

@@ -287,6 +287,7 @@ def _audit(
             rounds_head=ranks == 1,
             layers=place_of_layers(target.geometry),
             parameters=dict(target.parameters),
+            in_files=dict(() if facts.shape is None else facts.shape.stored),
         ),
     )
 

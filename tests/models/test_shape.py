@@ -45,7 +45,11 @@ def test_a_listed_family_is_read_from_its_config() -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("granitemoe", {"attention_multiplier": None}, "null in the place of the number that scales"),
+        (
+            "granitemoe",
+            {"attention_multiplier": None},
+            "null in the place of the number that scales",
+        ),
         ("kimi_linear", {"num_attention_heads": 0}, "0 heads of queries"),
     ],
 )

@@ -52,13 +52,14 @@ def plan(
     from kvant.kv.memory import parse_size
     from kvant.plan.planning import make_plan
     from kvant.plan.read_facts import read_facts
+    from kvant.plan.scale_values import check_values
 
     request = replace(
         plan_request(settings, device_from(device)),
         memory_bytes=None if memory is None else parse_size(memory, asked_by="--memory"),
     )
     here = device == "cpu" and memory is None and request.kv_cache_bytes is None
-    made = make_plan(request, read_facts(request, memory=here))
+    made = check_values(make_plan(request, read_facts(request, memory=here)))
     if output is Format.JSON:
         from kvant.plan.plan_json import plan_json
 

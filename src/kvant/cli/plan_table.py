@@ -93,6 +93,8 @@ def _print_tensors(audit: WeightAudit | None, console: Console, *, each: bool) -
     if each or any(set(group.roles) != {NUMBERS} for group in groups):
         for group in groups:
             console.print(Text(f"  {group.text}", style="dim"), soft_wrap=True)
+    if audit.scales is not None:
+        console.print(Text(f"  {audit.scales.text}", style="dim"), soft_wrap=True)
     for one in audit.tensors if each else ():
         shape = "-" if one.shape is None else " x ".join(map(str, one.shape)) or "1"
         line = f"{one.name}  {one.dtype or '-'} {shape}  {one.format}, {one.role}"

@@ -78,10 +78,24 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalesRead:
+    """How many tensors of scales a plan read, and how many larger ones it left to the start."""
+
+    num_read: int
+    num_left: int
+
+    @property
+    def text(self) -> str:
+        left = f"; {self.num_left} larger ones are left to the start" if self.num_left else ""
+        return f"scales: the values of {self.num_read} tensors were read{left}"
+
+
+@dataclass(frozen=True, slots=True)
 class WeightAudit:
-    """Every stored tensor of a model, in the order of names."""
+    """Every stored tensor of a model, in the order of names. scales: None if no values were read."""
 
     tensors: tuple[TensorUse, ...]
+    scales: ScalesRead | None = None
 
     @property
     def groups(self) -> tuple[TensorGroup, ...]:

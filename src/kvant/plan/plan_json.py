@@ -79,6 +79,8 @@ def _weights(audit: WeightAudit, *, tensors: bool) -> dict[str, Any]:
             for group in audit.groups
         ]
     }
+    if audit.scales is not None:
+        found["scales"] = asdict(audit.scales)
     if tensors:
         found["tensors"] = [
             {

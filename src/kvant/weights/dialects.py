@@ -12,6 +12,7 @@ from kvant.errors import BadCheckpoint, WayOut
 from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import NarrowStack, NarrowWeight, pack_nibbles
 from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat, block_type
+from kvant.weights.parts import scale_fault
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The position in a word of each of eight neighbouring outputs."""
@@ -44,24 +45,19 @@ def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -
 
     uint8: exponents, of which 255 is NaN. e4m3: zero is a scale, to which small ones of nvfp4 are rounded.
     """
-    small = scales.dtype is torch.float8_e4m3fn
     if scales.dtype is torch.uint8:
-        refused = bool((scales == 255).any())
+        fault = scale_fault(name, is_finite=not bool((scales == 255).any()), ways_out=ways_out)
     else:
-        scales = scales.to(torch.float32)
-        refused = not bool(torch.isfinite(scales).all())
-    if refused:
-        raise BadCheckpoint(
-            f"{name} holds NaN or infinite scales",
-            why="its numbers would be NaN",
+        small, numbers = scales.dtype is torch.float8_e4m3fn, scales.to(torch.float32)
+        fault = scale_fault(
+            name,
+            is_finite=bool(torch.isfinite(numbers).all()),
+            is_positive=not bool((numbers < 0 if small else numbers <= 0).any()),
+            small=small,
             ways_out=ways_out,
         )
-    if scales.dtype is not torch.uint8 and bool((scales < 0 if small else scales <= 0).any()):
-        raise BadCheckpoint(
-            f"{name} holds scales that are {'' if small else 'zero or '}negative",
-            why="whole blocks would be lost or change their signs",
-            ways_out=ways_out,
-        )
+    if fault is not None:
+        raise fault
 
 
 def check_order(name: str, index: Tensor, group: int) -> None:

@@ -47,6 +47,9 @@ class Part:
         return self.role in (Role.SCALES, Role.FACTORS, Role.INPUT_SCALES)
 
 
+EXACT_INPUTS = WayOut("take 16-bit activations", ("--weight-activations", "exact"))
+"""The way out of broken scales of activations."""
+
 _WHOLE: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
 """Shapes of a tensor with one number."""
 
@@ -55,8 +58,8 @@ def parts_of(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]:
     """Returns the tensors of a layer [rows, columns] in a dialect, by their name after the layer's."""
     found = _parts_of_weight(scheme, rows, columns)
     if scheme.rounds_inputs:
-        exact = WayOut("take 16-bit activations", ("--weight-activations", "exact"))
-        found[scheme.input_scale] = Part(Role.INPUT_SCALES, _FLOATS, _WHOLE, ways_out=(exact,))
+        ways = (EXACT_INPUTS,)
+        found[scheme.input_scale] = Part(Role.INPUT_SCALES, _FLOATS, _WHOLE, ways_out=ways)
     return found
 
 
@@ -113,6 +116,24 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
         "qweight": Part(Role.CODES, ("I32",), ((columns // 8, rows),)), "scales": group, "qzeros": zeros,
         "g_idx": Part(Role.ORDER, ("I32",), ((columns,),), optional=True),
     }  # fmt: skip
+
+
+def scale_fault(
+    name: str,
+    *,
+    is_finite: bool,
+    is_positive: bool = True,
+    small: bool = False,
+    ways_out: tuple[WayOut, ...] = (),
+) -> BadCheckpoint | None:
+    """Returns the error of a tensor of scales. small: 8-bit floats, of which 0 is a scale."""
+    if is_finite and is_positive:
+        return None
+    what, why = f"{name} holds NaN or infinite scales", "its numbers would be NaN"
+    if is_finite:
+        what = f"{name} holds scales that are {'' if small else 'zero or '}negative"
+        why = "whole blocks would be lost or change their signs"
+    return BadCheckpoint(what, why=why, ways_out=(*ways_out, COPY_AGAIN))
 
 
 def expert_parts(scheme: Scheme, count: int, rows: int, columns: int) -> dict[str, Part]:

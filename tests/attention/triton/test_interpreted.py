@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from kvant.attention.base import LongQuery
 from kvant.attention.launching import Shape
 from kvant.attention.long import list_long
-from kvant.attention.triton import backend, dense_prefill, prefill
+from kvant.attention.triton import backend, dense_prefill, launch, prefill
 from kvant.attention.triton.backend import TritonBackend, attend
 from kvant.attention.triton.cut import NEVER_SPLIT
 from kvant.attention.triton.dense_prefill import attend_dense
@@ -426,3 +426,18 @@ def test_a_sequence_alone_finds_its_work_as_among_others(
     monkeypatch.setattr(backend, "lanes", lambda num_seqs: 128)
     assert torch.equal(TritonBackend().attend(x.cache, x.q, x.step, x.params), alone)
     assert case.error(alone, x.expected()) < 1e-3
+
+
+def test_many_rows_are_rotated_by_an_ordinary_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *given, **named: launched.append((given[2], named["AHEAD"]))
+
+    monkeypatch.setattr(launch, "rotate_rows", Watched())
+    monkeypatch.setattr(launch, "ahead", lambda device: {"AHEAD": True})
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 4)
+    for rows in (1, 32, 33):
+        launch.rotate(torch.zeros(rows, 16), 16)
+    assert launched == [(1, True), (32, True), (33, False)]

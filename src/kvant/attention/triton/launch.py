@@ -15,8 +15,13 @@ from kvant.attention.triton.format import Format
 from kvant.attention.triton.rotation import rotate_rows
 from kvant.attention.triton.words import load_24_bit_words
 from kvant.attention.triton.workmap import list_items
-from kvant.kernels.triton.device import launches_ahead
+from kvant.kernels.triton.device import launches_ahead, multiprocessors
 from kvant.kv.pool import LayerCache
+
+_MOST_EARLY = 8
+"""Maximum number of rows per multiprocessor whose rotation is launched ahead. Where programs fill the device,
+the next attention's start in places that happen to be free, while some of the launch before still run. 64
+sequences of 8,192 tokens in int4 took 205 us instead of 177 on an H200, in launches of attention in turn."""
 
 
 def lanes(num_seqs: int) -> int:
@@ -36,10 +41,11 @@ def rotate(x: Tensor, block: int) -> Tensor:
     out = torch.empty_like(x, dtype=torch.float32)
     n = x.shape[-1]
     rows = x.numel() // n
+    early = rows <= _MOST_EARLY * multiprocessors(x.device)
     rotate_rows[(triton.cdiv(rows, 4),)](
         x, out, rows, 1.0 / block,
         HEAD=n, PAD=triton.next_power_of_2(n), SIZE=block, ROWS=4, num_warps=1,
-        **ahead(x.device),
+        **(ahead(x.device) if early else {"AHEAD": False}),
     )  # fmt: skip
     return out
 

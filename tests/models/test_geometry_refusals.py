@@ -14,7 +14,7 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry import read_draft_geometry, read_geometry
 from kvant.models.geometry.families import FAMILIES
 from kvant.models.weights import WeightBytes, estimate_weight_bytes
-from tests.models.configs import DRAFTERS, PUBLISHED, changed, published
+from tests.models.configs import DRAFTERS, PUBLISHED, changed, published, tiny
 
 
 def refused(config: Any) -> str:
@@ -223,3 +223,21 @@ def test_any_drafters_config_is_read_or_refused(
     assert all(0 <= index < len(target.layers) for index in facts.target_layer_ids)
     assert geometry.hidden_size == target.hidden_size
     assert isinstance(estimate_weight_bytes(config, geometry), WeightBytes)
+
+
+@pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling", "layer_types"])
+def test_a_decoders_field_beside_its_section_is_refused(field: str) -> None:
+    config = {**tiny("gemma3"), field: {"rope_type": "yarn", "factor": 2.0}}
+    assert f"{field} is" in refused(config)
+    assert "text_config" in refused(config)
+
+
+@pytest.mark.parametrize("pattern", [0.5, [0.5], [], [1.5] * 4, [-1.0] * 4])
+def test_sparsity_is_a_share_for_each_layer(pattern: Any) -> None:
+    config = tiny("gemma3n_text")
+    count = config["num_hidden_layers"]
+    share = [0.5] * count
+    assert read_geometry({**config, "activation_sparsity_pattern": share})
+    assert "activation_sparsity_pattern is" in refused(
+        {**config, "activation_sparsity_pattern": pattern}
+    )

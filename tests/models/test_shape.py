@@ -60,6 +60,20 @@ def test_numbers_without_which_a_probed_model_does_not_start_are_refused(
         probe(config(name, **changes))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_hidden_layers", 2**40),
+        ("num_local_experts", 2**40),
+        ("logits_scaling", 0),
+    ],
+)
+def test_absurd_numbers_are_refused_before_a_probe(field: str, value: int) -> None:
+    with pytest.raises(BadCheckpoint, match=field) as refused:
+        read_shape(config("granitemoe", **{field: value}))
+    assert refused.value.ways_out
+
+
 def test_a_probe_is_kept_and_a_broken_file_is_probed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -375,6 +376,14 @@ def test_a_gpu_runs_a_stored_checkpoint_in_kvants_own_decoder() -> None:
     assert choice.info.name in {"few rows", "fused"}
 
 
+def _changed_weights(**changes: object) -> dict[str, Any]:
+    """The groups of "ct int4" with other values of their weights."""
+    groups = copy.deepcopy(DIALECTS["ct int4"][0]["config_groups"])
+    for group in groups.values():
+        group["weights"] |= changes
+    return groups  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("dialect", "changes", "says"),
     [
@@ -385,6 +394,12 @@ def test_a_gpu_runs_a_stored_checkpoint_in_kvants_own_decoder() -> None:
         ("gptq", {"desc_act": "x"}, "desc_act is 'x'"),
         ("ct int4", {"ignore": 3}, "ignore is 3"),
         ("ct int4", {"ignore": ["re:("]}, "names modules by a broken pattern"),
+        ("ct int4", {"format": "x"}, "format is 'x'"),
+        ("ct int4", {"format": None}, "format is null"),
+        ("ct int4", {"config_groups": _changed_weights(type="x")}, "type is 'x'"),
+        ("ct int4", {"config_groups": _changed_weights(strategy="x")}, "strategy is 'x'"),
+        ("ct int4", {"config_groups": _changed_weights(actorder="group")}, "act-order"),
+        ("ct int4", {"config_groups": _changed_weights(group_size=0)}, "group_size is 0"),
     ],
 )
 def test_a_declaration_of_a_wrong_kind_is_refused_in_planning_and_at_start(

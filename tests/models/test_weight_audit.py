@@ -370,7 +370,7 @@ def test_the_plan_lists_the_tensors_if_asked(tmp_path: Path) -> None:
     assert line in kvant(*asked, "--tensors").out
     assert "kvant serve" in kvant(*asked, "--tensors").out
     short = json.loads(kvant(*asked, "--format", "json").out)["weights"]
-    assert short.keys() == {"groups"}
+    assert short.keys() == {"groups", "scales"}
     assert [group["state"] for group in short["groups"]] == ["used", "used"]
     found = json.loads(kvant(*asked, "--format", "json", "--tensors").out)["weights"]["tensors"]
     assert len(found) == len(load_file(path / "model.safetensors"))
@@ -550,5 +550,30 @@ def test_files_in_the_form_of_the_modules_are_whole_too(name: str, tmp_path: Pat
     families.build(name, path)
     model = families.auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
     model.save_pretrained(path, save_original_format=False)
+    assert audit(path).refusal is None
+    LLM(path, kv_cache_memory="1MiB")
+
+
+def test_factors_of_a_projection_stand_for_no_whole_one(tmp_path: Path) -> None:
+    families.build("deepseek_v3", tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "q_lora_rank": None}))
+    refused = audit(tmp_path / "model").refusal
+    assert refused is not None
+    assert "q_proj.weight is missing" in str(refused)
+
+
+@pytest.mark.parametrize("dialect", ["ct fp8 channel", "ct int8 packed"])
+def test_a_wide_head_that_is_not_ignored_is_refused_and_its_way_out_works(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect)
+    _declare(path, ignore=[])
+    refused = audit(path).refusal
+    assert refused is not None
+    name = re.search(r'add "(.+)" to quantization_config.ignore', str(refused))
+    assert name is not None
+    assert name[1] == "lm_head"
+    _declare(path, ignore=[name[1]])
     assert audit(path).refusal is None
     LLM(path, kv_cache_memory="1MiB")

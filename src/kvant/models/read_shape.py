@@ -23,7 +23,7 @@ from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeom
 from kvant.models.geometry.families import is_drafter, is_listed, name_of
 from kvant.models.geometry.fields import shown
 from kvant.models.geometry.mixtures import check_mixture
-from kvant.models.geometry.read import read_geometry
+from kvant.models.geometry.read import read_geometry, refuse_absurd
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
@@ -49,6 +49,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     reason = compared()[model_type]
     if reason is not None:
         raise _refusal(config, reason)
+    refuse_absurd(config)
     found = _kept(config)
     if found is None:
         from kvant.models.probe import probe

@@ -18,6 +18,7 @@ from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
+from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS
 from kvant.models.geometry.weight_recipe import (
     is_sparse,
     linear_groups,
@@ -39,6 +40,18 @@ from kvant.weights.format import (
     Scheme,
     WeightFormat,
 )
+
+_LAYOUTS = (
+    "dense", "sparse-bitmask", "sparse-24-bitmask", "int-quantized", "float-quantized",
+    "naive-quantized", "pack-quantized", "marlin-24", "mixed-precision", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized",
+)  # fmt: skip
+"""compressed-tensors' layouts of stored weights."""
+
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    "type": ("int", "float"),
+    "strategy": ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head"),
+}
 
 _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
@@ -193,17 +206,46 @@ def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
 
 def _read(config: Mapping[str, Any]) -> Stored | NotStored | None:
     """Reads the quantization_config. Raises BadCheckpoint and re.error for values of a wrong kind."""
-    if isinstance(config.get("text_config"), Mapping):
-        return NotStored("models with several parts are decoded while they are loaded")
     fields = Fields(config).inside("quantization_config")
     assert fields is not None
     method = fields.text("quant_method") or ""
+    if method in COMPRESSED_TENSORS:
+        _check_words(fields)
+    if isinstance(config.get("text_config"), Mapping):
+        return NotStored("models with several parts are decoded while they are loaded")
     if lists_experts(config) or method == "mxfp4":
         return _with_experts(Fields(config), fields, method)
     reader = _READERS.get(method)
     if reader is None:
         return NotStored(f"Kvant has no products for {shown(method)}")
     return reader(fields)
+
+
+def _check_words(fields: Fields) -> None:
+    """Raises BadCheckpoint for words that compressed-tensors does not know."""
+    if fields.is_null("format"):
+        raise fields.bad("format", "it must be a text")
+    _check_word(fields, "format", _LAYOUTS)
+    for group, weights, _ in linear_groups(fields):
+        _check_word(group, "format", _LAYOUTS)
+        inputs = group.inside("input_activations")
+        for section in (weights, *(() if inputs is None else (inputs,))):
+            for name, known in _WORDS.items():
+                _check_word(section, name, known)
+            if section.given("group_size") == 0:
+                raise section.bad("group_size", "a group has at least one input")
+        order = weights.given("actorder")
+        if order in (True, "group"):
+            why = "inputs are reordered (act-order), and no product takes reordered inputs"
+            raise weights.bad("actorder", why)
+        if order is not False:
+            _check_word(weights, "actorder", ("weight", "static"))
+
+
+def _check_word(fields: Fields, name: str, known: Sequence[str]) -> None:
+    word = fields.text(name)
+    if word is not None and word not in known:
+        raise fields.bad(name, f"compressed-tensors knows {', '.join(known)}")
 
 
 def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotStored | None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN, INCOMPLETE
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
@@ -309,6 +309,9 @@ _EXPERT_0 = re.compile(r"(.*\.experts)\.0\.([^.]+)$")
 _OF_MODULE = re.compile(r"norm|conv|_ln|patch_embedding")
 """In the last part of a path: the tensor is a module's weight, though no matrix that Kvant multiplies by."""
 
+_OF_RANKS = re.compile(r"\.q_(?:a|b)_proj\.|\.q_a_layernorm\.")
+"""Factors of a projection of queries, which stand for no whole projection."""
+
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
 """Modules that predict further tokens, which no class of transformers loads."""
@@ -416,7 +419,12 @@ def _find_lacking(
     above = use.layers.removesuffix(".layers")
     alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
     kinds = {*alike, *map(_kind, model.joined)}
-    others = [name for names in modules.values() for name in names if not _is_known(name, kinds)]
+    others = [
+        name
+        for names in modules.values()
+        for name in names
+        if not _is_known(name, kinds) and _OF_RANKS.search(name) is None
+    ]
     has_others = {name.startswith(at) for name in others}
     has_decoder = bool(use.layers) and any(name.startswith(at) for name in modules)
     if model.listed is None and _are_names(use.parameters, tensors):
@@ -471,7 +479,7 @@ def _is_narrow(
     """Whether a scheme, which may be declared for all modules, is that of this module."""
     if scheme.dialect is Dialect.GGUF:
         return any(tensors[name][0] == "U8" for name in names)
-    if weight is not None and weight.is_product:
+    if (weight is not None and weight.is_product) or layer.rpartition(".")[2] == "lm_head":
         return True
     shorts = {name.rpartition(".")[2] for name in names}
     if shorts & {"weight_packed", "qweight"}:
@@ -549,6 +557,11 @@ def _wanted(
             check_part(name, part, dtype, shape)
         except BadCheckpoint as fault:
             found = fault
+            if tensors.get(f"{layer}.weight", ("", ()))[0] in _WIDE:
+                way = WayOut(
+                    f'if it is meant to be wide, add "{layer}" to quantization_config.ignore'
+                )
+                found = BadCheckpoint(fault.what, why=fault.why, ways_out=(*fault.ways_out, way))
             state = TensorState.MISSING if dtype is None else TensorState.WRONG
             because = fault.why or fault.what
         if dtype is not None or found is not None:

@@ -42,6 +42,7 @@ def _layers(fields: Fields, prefix: str) -> Layers:
     refuse_encoder(fields)
     heads = read_heads(fields)
     kinds = full_every(fields, 5)
+    _refuse_sparsity(fields, len(kinds))
     windows = windows_of(fields, kinds, read_window(fields))
     return tuple(
         attention_layer(index, prefix, heads, window, shared_with=source)
@@ -49,6 +50,17 @@ def _layers(fields: Fields, prefix: str) -> Layers:
             zip(windows, kv_sources(fields, kinds), strict=True)
         )
     )
+
+
+def _refuse_sparsity(fields: Fields, count: int) -> None:
+    """Raises BadCheckpoint unless the shares of inputs that layers drop are one for each layer, or null."""
+    name = "activation_sparsity_pattern"
+    found = fields.given(name)
+    if found is None:
+        return
+    is_list = isinstance(found, list) and all(type(one) in (int, float) for one in found)
+    if not is_list or len(found) != count or not all(0 <= one < 1 for one in found):
+        raise fields.bad(name, f"it must be a list of {count} shares, each from 0 to less than 1")
 
 
 def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:

@@ -12,11 +12,14 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.declared import refuse_undeclared, type_of_section
 from kvant.models.geometry.families import class_defaults, decoder_weights, find_family, text_fields
 from kvant.models.geometry.family import Family
-from kvant.models.geometry.fields import MAX_TOKENS, Fields, MissingField, shown
+from kvant.models.geometry.fields import MAX_LAYERS, MAX_TOKENS, Fields, MissingField, shown
 from kvant.models.geometry.rope import DYNAMIC, check_rotary, rope_section, rope_types
 from kvant.models.geometry.windows import num_layers
 
 _MAX_VOCABULARY = 2**28
+
+_MOST = {"expert": 2**16, "layer": MAX_LAYERS, "block": MAX_LAYERS, "depth": MAX_LAYERS}
+"""The largest numbers in fields with these words in their names."""
 
 
 def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
@@ -32,6 +35,11 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     fields = text_fields(config, family)
     _refuse_unread_overrides(fields, family)
     top = Fields(config)
+    for name in ("rope_parameters", "rope_scaling", "layer_types") if family.in_text_config else ():
+        if top.has(name):
+            raise top.bad(
+                name, "the decoder's fields stand in text_config: this one changes nothing"
+            )
     model_type = top.text("model_type") or family.model_types[0]
     check_rotary(fields, by_kind=family.rotary_by_kind)
     for name in ("layer_types", "mlp_layer_types"):
@@ -66,6 +74,26 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         refuse_undeclared(section, said)
         _refuse_dropouts(section)
     return geometry
+
+
+def refuse_absurd(config: Mapping[str, Any]) -> None:
+    """Raises BadCheckpoint for numbers with which a model of no family can be made or computed.
+
+    A probe of a model with a billion layers or experts would not end.
+    """
+    top = Fields(config)
+    sections = (top.inside(name) for name, value in config.items() if isinstance(value, Mapping))
+    for fields in (top, *sections):
+        assert fields is not None
+        for name in fields.names():
+            value = fields.given(name)
+            if type(value) is not int or name.endswith(("size", "dim")):
+                continue
+            for word, most in _MOST.items():
+                if word in name and value > most:
+                    raise fields.bad(name, f"it must be at most {most}")
+        if fields.given("logits_scaling") == 0:
+            raise fields.bad("logits_scaling", "logits are divided by it")
 
 
 def read_dtype(*sections: Fields) -> ComputeDtype:

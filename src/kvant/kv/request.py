@@ -23,7 +23,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from kvant.errors import KV_FORMAT, BadValue, WayOut
-from kvant.kv.dtype import Follow
+from kvant.kv.dtype import PAIR_NAMES, Follow, KVDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateKind
 from kvant.kv.names import FormatRequest, Request, SideRequests, parse_format, parse_one
 
@@ -461,8 +461,11 @@ def _refuse_pairs_on_latents(request: KVRequest, geometry: ModelGeometry) -> Non
     asked += [(rule.k, rule.v, rule.asked_by) for rule in request.rules if rule.k or rule.v]
     for k, v, asked_by in asked:
         if k is not v:
+            one = str(k or v or Follow.MODEL)
+            if one in PAIR_NAMES:  # its keys have a form that stands for no values
+                one = str(KVDtype.FP8_PER_TOKEN_HEAD)
             raise BadValue(
                 f"{asked_by}: K and V cannot differ in {geometry.architecture}",
                 why="its attention keeps one latent instead of keys and values",
-                ways_out=(WayOut("name one format", (KV_FORMAT, str(k or v or Follow.MODEL))),),
+                ways_out=(WayOut("name one format", (KV_FORMAT, one)),),
             )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvant.errors import WayOut
+from kvant.errors import BadValue, WayOut
 from kvant.kv.checkpoint.json_file import parse_option_object, read_json_object
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.import_cache import RECORD, imports_directory, is_complete, making, seal
@@ -46,6 +46,7 @@ def with_overrides(local: LocalModel, overrides: ConfigOverrides) -> LocalModel:
     The directory is made once, in the cache of imported models. Raises ConfigError if that fails.
     """
     config = read_json_object(local.path / CONFIG_NAME)
+    _refuse_misplaced(config, overrides.values)
     merged = _merged(config, overrides.values)
     left_out = (CONFIG_NAME, RECORD)
     sources = {
@@ -66,6 +67,22 @@ def with_overrides(local: LocalModel, overrides: ConfigOverrides) -> LocalModel:
     return replace(
         local, path=final, notes=(*local.notes, f"--hf-overrides replaces {names} of {CONFIG_NAME}")
     )
+
+
+def _refuse_misplaced(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raises BadValue for a decoder's field beside the section of the decoder, where nothing reads it."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return
+    for name, value in values.items():
+        names = (_ROPE, _FORMER_ROPE) if name in (_ROPE, _FORMER_ROPE) else (name,)
+        if any(one in text for one in names) and not any(one in config for one in names):
+            inside = json.dumps({"text_config": {name: value}})
+            raise BadValue(
+                f"--hf-overrides: {name} stands in text_config of {CONFIG_NAME}",
+                why="beside that section nothing reads it",
+                ways_out=(WayOut("replace it there", ("--hf-overrides", inside)),),
+            )
 
 
 def _merged(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

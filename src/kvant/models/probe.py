@@ -126,6 +126,7 @@ def probe(config: Mapping[str, Any]) -> Probed:
         try:
             module = _module(made)
             layers = _layers(module, text)
+            stored = _stored(module)
         except _CannotRun as fault:
             raise NotServable(
                 f"Kvant does not run {name} (model_type {model_type!r})",
@@ -148,7 +149,6 @@ def probe(config: Mapping[str, Any]) -> Probed:
         state_dtype=read_state_dtype(sections[1]),
     )
     weights = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
-    stored = _stored(module)
     return Probed(geometry, weights, () if stored == weights else stored)
 
 
@@ -160,7 +160,10 @@ def _stored(module: PreTrainedModel) -> tuple[tuple[str, tuple[int, ...]], ...]:
     tied = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     kept = {name: one for name, one in module.state_dict().items() if name not in tied}
     kept.update(module.named_parameters())
-    found = revert_weight_conversion(module, kept)
+    try:
+        found = revert_weight_conversion(module, kept)
+    except Exception as fault:  # each family converts in its own way
+        raise _CannotRun(f"transformers cannot convert its weights: {_short(fault)}") from fault
     return tuple((name, tuple(tensor.shape)) for name, tensor in found.items())
 
 
@@ -188,8 +191,10 @@ def _config(config: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         made = CONFIG_MAPPING[model_type].from_dict(given)
     except Exception as fault:  # each family checks its fields in its own way
+        said = str(fault).strip().rpartition("\n")[2].strip()  # the cause, in the last line
+        why = said if ": " in said else f"{type(fault).__name__}: {said}"
         raise BadCheckpoint(
-            "config.json: transformers cannot read it", why=f"{type(fault).__name__}: {fault}"
+            "config.json: transformers cannot read it", why=why, ways_out=(COMPARE_CONFIG,)
         ) from fault
     assert isinstance(made, PreTrainedConfig)
     settle_outputs(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -383,17 +384,25 @@ class Plan:
         memory, wanted = self.memory, self.request.max_model_len
         if memory.missing_bytes:
             missing = format_size(memory.missing_bytes)
-            return [f"does not fit: {missing} are missing for a first page of KV"]
+            if self.kv_cache_bytes is not None:
+                way = f"--kv-cache-memory {self.bytes_for(wanted or 1)}"
+            else:
+                more = math.ceil(memory.missing_bytes / self.request.utilization) + 1
+                needed = (memory.total_bytes or 0) + more
+                way = f"--memory {needed}, a smaller model, or narrower weights (--quantization)"
+            return [f"does not fit: {missing} are missing for a first page of KV; way out: {way}"]
         if self.kv_cache_bytes is not None and (beyond := memory.beyond_bytes) > 0:
             return [
                 "does not fit: weights, workspaces and this KV cache are "
-                f"{format_size(beyond)} more than the device has"
+                f"{format_size(beyond)} more than the device has; way out: a smaller "
+                "--kv-cache-memory, or none, which takes what is left"
             ]
         capacity = memory.capacity_tokens
         if wanted is not None and capacity is not None and capacity < wanted:
             given = (memory.num_pages or 0) * self.page_bytes
             return [
                 f"one sequence of --max-model-len {wanted} does not fit: room for {capacity} tokens, "
-                f"{format_size(self.bytes_for(wanted) - given)} are missing"
+                f"{format_size(self.bytes_for(wanted) - given)} are missing; "
+                f"way out: --max-model-len {capacity}"
             ]
         return []

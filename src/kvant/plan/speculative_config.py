@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvant.errors import BadValue, UnknownName
+from kvant.errors import BadValue, UnknownName, WayOut
 from kvant.kv.checkpoint.json_file import parse_option_object
 from kvant.kv.names import parse_format
 from kvant.kv.request import Asked
@@ -38,7 +38,8 @@ def parse_speculative_config(
     given: str | Mapping[str, Any], *, asked_by: str = FLAG
 ) -> SpeculativeConfig:
     """Parses JSON text or a mapping. Raises BadValue or UnknownName, naming `asked_by`."""
-    body = parse_option_object(given, asked_by=asked_by)
+    way_out = WayOut('give a JSON object in quotes: {"method": "ngram"}')
+    body = parse_option_object(given, asked_by=asked_by, way_out=way_out)
     name = body.get("method")
     if not isinstance(name, str):
         names = ", ".join(method.name for method in METHODS)

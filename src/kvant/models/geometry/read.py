@@ -18,7 +18,7 @@ from kvant.models.geometry.windows import num_layers
 
 _MAX_VOCABULARY = 2**28
 
-_MOST = {"expert": 2**16, "layer": MAX_LAYERS, "block": MAX_LAYERS, "depth": MAX_LAYERS}
+_MOST = {"expert": 2**16, **dict.fromkeys(("layer", "block", "depth", "times"), MAX_LAYERS)}
 """The largest numbers in fields with these words in their names."""
 
 

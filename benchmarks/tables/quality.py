@@ -328,7 +328,7 @@ def tuned_with_wide_rows(data: Any) -> Cells:
     wide = f", first {rows['sink']}, last {rows['recent']}"
     named = {f"policy, --budget {bits}bits{wide}": one for bits, one in data["policies"].items()}
     uniform = {name.replace(", wide rows", wide): one for name, one in data["uniform"].items()}
-    return _tuned_rows(named | uniform)
+    return _tuned_rows(named | uniform | data["more_rows"]["uniform"])
 
 
 @table("tune-rows", "smollm2-tune-rows.json")

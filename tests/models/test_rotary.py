@@ -140,12 +140,10 @@ def test_an_unknown_rotary_type_is_refused_in_the_plan_by_name() -> None:
         read_geometry(config)
 
 
-def test_several_moving_types_are_refused_in_the_plan() -> None:
+@pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("full_attention",)])
+def test_several_moving_types_are_refused_in_the_plan(kinds: tuple[str, ...]) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0}
-    config = {
-        **configs.tiny("llama"),
-        "rope_parameters": {"full_attention": rope, "sliding_attention": rope},
-    }
+    config = {**configs.tiny("gemma3_text"), "rope_parameters": dict.fromkeys(kinds, rope)}
     with pytest.raises(NotServable, match="several kinds"):
         fix_rotary(config, read_geometry(config), None)
 

@@ -215,7 +215,8 @@ def _moving(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[str, in
     moving = [kind for kind in kinds if kind in (LONGROPE, DYNAMIC)]
     if not moving:
         return None
-    if len(kinds) > 1:
+    rope = rope_section(fields)
+    if rope is not None and not set(rope.names()).isdisjoint(_KINDS):
         raise NotServable(
             f"{geometry.architecture} has rotary frequencies that move, in layers of several kinds",
             why=f"its rotary types are {', '.join(kinds)}; Kvant fixes those of one kind only",

@@ -126,32 +126,23 @@ def _form(key: str) -> str:
     return _NARROW.get(name, name) + (f", wide rows in {_WIDE[rows_in]}" if rows_in else "")
 
 
-@table("wide-decode", "h200-wide-decode.json")
+@table("wide-decode", "h200-rotation.json")
 def wide_decode(data: Any) -> Cells:
-    before = {
-        key.removesuffix(", base"): one
-        for key, one in data["variants"]["rows"].items()
-        if key.endswith(", base")
-    }
-    lines = [
-        [
-            "stored as",
-            "us",
-            "of bfloat16",
-            "the variant, us",
-            "of bfloat16",
-            "before, us",
-            "of bfloat16",
-        ]
-    ]
-    for key, one in data["rows"].items():
-        runs = (data["as_it_is"]["rows"].get(key), one, before.get(key))
-        cells = [
-            text
-            for r in runs
-            for text in (("-", "-") if r is None else (f"{r['us']:.1f}", f"{r['of_bf16']:.3f}x"))
-        ]
-        lines.append([_form(key), *cells])
+    """Attention after an ordinary rotation of queries, and after one that lets it start early."""
+    lines = [["stored as", "us", "of bfloat16", "started early, us", "of bfloat16"]]
+    for key in data["rows"]:
+        name, _, way = key.partition(" ")
+        if way in ("", "early"):
+            ways = (name, "") if name == "bf16" else (f"{name} waits", key)
+            runs = (data["rows"].get(one) for one in ways)
+            cells = [
+                text
+                for r in runs
+                for text in (
+                    ("-", "-") if r is None else (f"{r['us']:.1f}", f"{r['of_bf16']:.3f}x")
+                )
+            ]
+            lines.append([_form(key), *cells])
     return lines
 
 

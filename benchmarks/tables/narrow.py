@@ -9,9 +9,9 @@ from benchmarks.tables import Cells, held, table
 
 _MODELS = {
     "Qwen3-8B, bfloat16": ("Qwen3-8B, bfloat16", None, None),
-    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, head int8", 430, 9000),
+    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, parts of a sum read at once", 430, 9000),
     "Qwen3-8B, fp8, head bfloat16": ("Qwen3-8B, fp8, norms folded", None, None),
-    "Qwen3-8B, int4": ("Qwen3-8B, int4, head int8", 620, 9500),
+    "Qwen3-8B, int4": ("Qwen3-8B, int4, parts of a sum read at once", 620, 9500),
     "Qwen3-8B, int4, head bfloat16": ("Qwen3-8B, int4, norms folded", None, None),
     "Qwen3-8B, GGUF as Q4_K_M": ("Qwen3-8B, GGUF as Q4_K_M", None, None),
     "Qwen3-8B, GGUF as Q8_0": ("Qwen3-8B, GGUF as Q8_0", None, None),

@@ -26,5 +26,5 @@ def test_they_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = {line.split()[0] for line in done.stdout.splitlines()}
     assert {"_conv_step", "_conv_prompts", "_keep_last", "_delta_step", "_mamba_step"} < found
-    assert {"_over_chunks", "_delta_layer", "_within_chunks"} < found
+    assert {"_over_chunks", "_delta_layer", "_delta_tiles", "_within_chunks"} < found
     assert {"_mamba_layer", "_mamba_finish", "_short_conv"} < found

@@ -230,9 +230,13 @@ def test_a_gated_norm() -> None:
     torch.testing.assert_close(out, normed * F.silu(gate.reshape(-1, width)), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("key_heads", [1, 2])
-@pytest.mark.parametrize(("values", "keys"), [(16, 32), (40, 24)])
-def test_a_token_between_the_products(values: int, keys: int, key_heads: int) -> None:
+@pytest.mark.parametrize("is_few", [False, True])
+@pytest.mark.parametrize(("key_heads", "values", "keys"), [(1, 16, 32), (2, 40, 24), (2, 72, 24)])
+def test_a_token_between_the_products(
+    values: int, keys: int, key_heads: int, is_few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """is_few: a whole head's state at a time; else tiles of 32 values."""
+    monkeypatch.setattr(layer_kernels, "multiprocessors", lambda _: 1000 if is_few else 1)
     torch.manual_seed(5)
     heads, n = 2 * key_heads, len(PLACES)
     width = key_heads * keys

@@ -26,6 +26,9 @@ SIZE = 4
 _MOST = 128 * 128
 """Maximum number of elements of a head's state in a program's registers."""
 
+_TILE, _STAGES = 32, 3
+"""Values in a tile of the state, and tiles in flight, where there are enough sequences to fill the device."""
+
 
 def fits(state: Stored, kernel: int) -> bool:
     """Whether `delta_layer` takes states of this shape and a convolution with this many taps."""
@@ -51,18 +54,24 @@ def delta_layer(
     n = len(qkv)
     out = torch.empty(n, heads * values, dtype=qkv.dtype, device=qkv.device)
     wide = triton.next_power_of_2(values)
-    is_few = n * key_heads <= multiprocessors(qkv.device)
-    # A whole head at a time waits least; small tiles allow more programs, which fill the bandwidth.
-    block = wide if is_few else min(32, wide)
     ahead = launches_ahead(qkv.device)
-    _delta_layer[(n, key_heads)](
+    given = (
         qkv, qkv.stride(0), z, z.stride(0), a, a.stride(0), b, b.stride(0), conv_weight, conv_bias,
         a_log, dt_bias, norm_weight, eps, conv, conv.stride(0), *state.arguments, rows, starts, out,
         keys**-0.5, strongest,
-        **state.constants, PER_KEY=heads // key_heads,
-        WIDE_KEYS=triton.next_power_of_2(keys), WIDE=wide, BLOCK=block, AHEAD=ahead, BY_KEY=by_key,
-        num_warps=8 if is_few else 4, **({"launch_pdl": True} if ahead else {}),
     )  # fmt: skip
+    constants = {
+        **state.constants, "PER_KEY": heads // key_heads, "WIDE_KEYS": triton.next_power_of_2(keys),
+        "WIDE": wide, "AHEAD": ahead, "BY_KEY": by_key, **({"launch_pdl": True} if ahead else {}),
+    }  # fmt: skip
+    if n * key_heads <= multiprocessors(qkv.device):
+        _delta_layer[(n, key_heads)](*given, **constants, num_warps=8)
+    else:
+        _delta_tiles[(n, key_heads)](
+            *given, *qkv.new_empty(2, n, heads * values), **constants,
+            MANY=triton.next_power_of_2(heads // key_heads), BLOCK=min(_TILE, wide), STAGES=_STAGES,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -109,14 +118,26 @@ def _finished(o, gate, weight, eps, WIDTH: tl.constexpr, BY_KEY: tl.constexpr, d
     return o.to(dtype)
 
 
+@triton.jit
+def _decay_of_keys(a, a_log, dt_bias, head, kk, KEYS: tl.constexpr):
+    """Returns the decay [1, WIDE_KEYS] of KDA's head. a: the token's gates."""
+    of_keys = head * KEYS + kk
+    is_key = kk < KEYS
+    gate = tl.load(a + of_keys, mask=is_key, other=0.0).to(tl.float32)
+    if a_log is not None:
+        gate = softplus(gate + tl.load(dt_bias + of_keys, mask=is_key, other=0.0).to(tl.float32))
+        gate = -tl.exp(tl.load(a_log + head).to(tl.float32)) * gate
+    return tl.exp(gate)[None, :]
+
+
 @triton.jit(do_not_specialize=("strongest",))
 def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_weight, conv_bias,
                  a_log, dt_bias, norm_weight, eps, conv, conv_stride, words, codes, scales, bits,
                  state_stride, scale_stride, rows, starts, out, scale, strongest,
                  HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
                  FORMAT: tl.constexpr, PTX: tl.constexpr, BY_KEY: tl.constexpr):  # fmt: skip
-    """Program: one key head of one sequence. BLOCK: values in a tile of the state.
+    """Program: one key head of one sequence, a whole head's state at a time: few sequences wait least so.
 
     AHEAD: starts while the previous kernel runs, which writes no state, and loads a first head.
     """
@@ -138,12 +159,11 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     q1, q2, q3 = history(kept, channels, q_c, old_key)
     k1, k2, k3 = history(kept, channels, k_c, old_key)
     head = j * PER_KEY
-    vv = tl.arange(0, BLOCK)
+    vv = tl.arange(0, WIDE)
+    inside = vv < VALUES
     old = tl.where(is_old, VALUES, 0)
-    s = tl.zeros((BLOCK, WIDE_KEYS), tl.float32)
-    if BLOCK == WIDE:
-        s = load_state(words, scales, state_stride, scale_stride, row, head * VALUES + vv, vv < old, FORMAT,
-                       KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
+    s = load_state(words, scales, state_stride, scale_stride, row, head * VALUES + vv, vv < old, FORMAT,
+                   KEYS, WIDE_KEYS, WIDE, PTX)  # fmt: skip
     if AHEAD:
         gdc_wait()
     line = qkv + i * qkv_stride
@@ -155,14 +175,7 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     for h in tl.static_range(PER_KEY):
         if BY_KEY:
-            of_keys = (head + h) * KEYS + kk
-            gate = tl.load(a + i * a_stride + of_keys, mask=is_key, other=0.0).to(tl.float32)
-            if a_log is not None:
-                gate = softplus(
-                    gate + tl.load(dt_bias + of_keys, mask=is_key, other=0.0).to(tl.float32)
-                )
-                gate = -tl.exp(tl.load(a_log + head + h).to(tl.float32)) * gate
-            decay = tl.exp(gate)[None, :]
+            decay = _decay_of_keys(a + i * a_stride, a_log, dt_bias, head + h, kk, KEYS)
         else:
             gate = tl.load(a + i * a_stride + head + h).to(tl.float32)
             gate = softplus(gate + tl.load(dt_bias + head + h).to(tl.float32))
@@ -170,38 +183,119 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
         beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + head + h).to(tl.float32)))
         to = out + (i * HEADS + head + h) * VALUES
         from_z = z + i * z_stride + (head + h) * VALUES
-        for first in range(0, WIDE, BLOCK):
-            inside = first + vv < VALUES
-            r = (head + h) * VALUES + first + vv
-            if h > 0 or BLOCK != WIDE:
-                s = load_state(words, scales, state_stride, scale_stride, row, r, first + vv < old, FORMAT,
-                               KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
-            v_c = 2 * width + (head + h) * VALUES + first + vv
-            v1, v2, v3 = history(kept, channels, v_c, first + vv < old)
-            v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
-            v = convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
-            now = s * decay
-            u = beta * (v - tl.sum(now * k[None, :], 1))
-            now += u[:, None] * k[None, :]
-            o = tl.sum(now * q[None, :], 1).to(dtype)
-            store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
-                        BLOCK, PTX)  # fmt: skip
-            tl.debug_barrier()
-            keep(kept, channels, v_c, inside, v2, v3, v4)
-            if BLOCK == WIDE:
-                weight = tl.load(norm_weight + vv, mask=inside, other=0.0).to(tl.float32)
-                gate_z = tl.load(from_z + vv, mask=inside, other=0.0).to(tl.float32)
-                o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, BY_KEY, dtype)
-            tl.store(to + first + vv, o, mask=inside)
-        if BLOCK != WIDE:
-            tl.debug_barrier()  # other threads stored the head's tiles
-            cc = tl.arange(0, WIDE)
-            there = cc < VALUES
-            whole = tl.load(to + cc, mask=there, other=0.0).to(tl.float32)
-            weight = tl.load(norm_weight + cc, mask=there, other=0.0).to(tl.float32)
-            gate_z = tl.load(from_z + cc, mask=there, other=0.0).to(tl.float32)
-            done = _finished(whole, gate_z, weight, eps, VALUES, BY_KEY, dtype)
-            tl.debug_barrier()
-            tl.store(to + cc, done, mask=there)
+        r = (head + h) * VALUES + vv
+        if h > 0:
+            s = load_state(words, scales, state_stride, scale_stride, row, r, vv < old, FORMAT, KEYS,
+                           WIDE_KEYS, WIDE, PTX)  # fmt: skip
+        v_c = 2 * width + (head + h) * VALUES + vv
+        v1, v2, v3 = history(kept, channels, v_c, vv < old)
+        v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
+        v = convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
+        now = s * decay
+        u = beta * (v - tl.sum(now * k[None, :], 1))
+        now += u[:, None] * k[None, :]
+        o = tl.sum(now * q[None, :], 1).to(dtype)
+        store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
+                    WIDE, PTX)  # fmt: skip
+        tl.debug_barrier()
+        keep(kept, channels, v_c, inside, v2, v3, v4)
+        weight = tl.load(norm_weight + vv, mask=inside, other=0.0).to(tl.float32)
+        gate_z = tl.load(from_z + vv, mask=inside, other=0.0).to(tl.float32)
+        o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, BY_KEY, dtype)
+        tl.store(to + vv, o, mask=inside)
     keep(kept, channels, q_c, is_key, q2, q3, q4)
     keep(kept, channels, k_c, is_key, k2, k3, k4)
+
+
+@triton.jit(do_not_specialize=("strongest",))
+def _delta_tiles(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_weight, conv_bias,
+                 a_log, dt_bias, norm_weight, eps, conv, conv_stride, words, codes, scales, bits,
+                 state_stride, scale_stride, rows, starts, out, scale, strongest, spare_v, spare_o,
+                 HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, MANY: tl.constexpr, BLOCK: tl.constexpr,
+                 STAGES: tl.constexpr, AHEAD: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr,
+                 BY_KEY: tl.constexpr):  # fmt: skip
+    """Program: one key head of one sequence; STAGES tiles of BLOCK values of the state are in flight.
+
+    All tiles of all its heads are one loop, without a barrier. spare_v, spare_o: [n, HEADS * VALUES], values
+    after the convolution and results before the norm. MANY: PER_KEY, rounded up to a power of two.
+    """
+    if AHEAD:
+        gdc_launch_dependents()
+    dtype: tl.constexpr = out.dtype.element_ty
+    width: tl.constexpr = HEADS // PER_KEY * KEYS
+    channels: tl.constexpr = 2 * width + HEADS * VALUES
+    TILES: tl.constexpr = WIDE // BLOCK
+    i = tl.program_id(0).to(tl.int64)
+    j = tl.program_id(1)
+    row = tl.load(rows + i)
+    is_old = tl.load(starts + i) > 0
+    kk = tl.arange(0, WIDE_KEYS)
+    is_key = kk < KEYS
+    kept = conv + row * conv_stride
+    q_c = j * KEYS + kk
+    k_c = q_c + width
+    old_key = kk < tl.where(is_old, KEYS, 0)
+    head = j * PER_KEY
+    vv = tl.arange(0, BLOCK)
+    old = tl.where(is_old, VALUES, 0)
+    q1, q2, q3 = history(kept, channels, q_c, old_key)
+    k1, k2, k3 = history(kept, channels, k_c, old_key)
+    if AHEAD:
+        gdc_wait()
+    line = qkv + i * qkv_stride
+    q4 = tl.load(line + q_c, mask=is_key, other=0.0).to(tl.float32)
+    k4 = tl.load(line + k_c, mask=is_key, other=0.0).to(tl.float32)
+    hh = tl.arange(0, MANY)
+    is_head = hh < PER_KEY
+    if not BY_KEY:
+        gate = tl.load(a + i * a_stride + head + hh, mask=is_head, other=0.0).to(tl.float32)
+        gate = softplus(gate + tl.load(dt_bias + head + hh, mask=is_head, other=0.0).to(tl.float32))
+        rate = tl.exp(tl.load(a_log + head + hh, mask=is_head, other=0.0).to(tl.float32))
+        decays = tl.exp(-rate * gate)
+    strength = tl.load(b + i * b_stride + head + hh, mask=is_head, other=0.0).to(tl.float32)
+    betas = strongest / (1.0 + tl.exp(-strength))
+    q = convolved(q1, q2, q3, q4, conv_weight, conv_bias, q_c, is_key, dtype)
+    k = convolved(k1, k2, k3, k4, conv_weight, conv_bias, k_c, is_key, dtype)
+    q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale)
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+    cc = tl.arange(0, WIDE)
+    there = cc < VALUES
+    for h in tl.static_range(PER_KEY):
+        v_c = 2 * width + (head + h) * VALUES + cc
+        v1, v2, v3 = history(kept, channels, v_c, cc < old)
+        v4 = tl.load(line + v_c, mask=there, other=0.0).to(tl.float32)
+        v = convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, there, dtype)
+        tl.store(spare_v + (i * HEADS + head + h) * VALUES + cc, v.to(dtype), mask=there)
+        tl.debug_barrier()
+        keep(kept, channels, v_c, there, v2, v3, v4)
+    keep(kept, channels, q_c, is_key, q2, q3, q4)
+    keep(kept, channels, k_c, is_key, k2, k3, k4)
+    for t in tl.range(0, PER_KEY * TILES, num_stages=STAGES):
+        first = t % TILES * BLOCK
+        r = head * VALUES + t // TILES * VALUES + first + vv
+        inside = first + vv < VALUES
+        value = tl.load(spare_v + i * HEADS * VALUES + r, mask=inside, other=0.0).to(tl.float32)
+        s = load_state(words, scales, state_stride, scale_stride, row, r, first + vv < old, FORMAT, KEYS,
+                       WIDE_KEYS, BLOCK, PTX)  # fmt: skip
+        if BY_KEY:
+            decay = _decay_of_keys(a + i * a_stride, a_log, dt_bias, head + t // TILES, kk, KEYS)
+        else:
+            decay = tl.sum(tl.where(hh == t // TILES, decays, 0.0), 0)
+        now = s * decay
+        beta = tl.sum(tl.where(hh == t // TILES, betas, 0.0), 0)
+        u = beta * (value - tl.sum(now * k[None, :], 1))
+        now += u[:, None] * k[None, :]
+        o = tl.sum(now * q[None, :], 1).to(dtype)
+        store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
+                    BLOCK, PTX)  # fmt: skip
+        tl.store(spare_o + i * HEADS * VALUES + r, o, mask=inside)
+    tl.debug_barrier()  # other threads stored the heads' tiles
+    for h in tl.static_range(PER_KEY):
+        to = (i * HEADS + head + h) * VALUES
+        whole = tl.load(spare_o + to + cc, mask=there, other=0.0).to(tl.float32)
+        weight = tl.load(norm_weight + cc, mask=there, other=0.0).to(tl.float32)
+        from_z = z + i * z_stride + (head + h) * VALUES
+        gate_z = tl.load(from_z + cc, mask=there, other=0.0).to(tl.float32)
+        done = _finished(whole, gate_z, weight, eps, VALUES, BY_KEY, dtype)
+        tl.store(out + to + cc, done, mask=there)

@@ -56,7 +56,12 @@ def defined(
     return out, made.planes[0]
 
 
-def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], lengths: list[int]) -> None:
+def same(
+    found: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
+    lengths: list[int],
+    far: float = 1e-4,
+) -> None:
     real = [i for i, row in enumerate(PLACES) if row != ROWS]
     tokens = [
         t
@@ -64,7 +69,7 @@ def same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], lengths:
         if i in real
         for t in part.tolist()
     ]
-    close = {"rtol": 1e-4, "atol": 1e-4, "equal_nan": True}
+    close = {"rtol": far, "atol": far, "equal_nan": True}
     torch.testing.assert_close(
         found[0].cpu().double()[tokens], expected[0].double()[tokens], **close
     )
@@ -171,8 +176,9 @@ def test_the_passage_over_chunks(delta: bool, monkeypatch: pytest.MonkeyPatch) -
     same((define(made, Packed.of(there)), state), expected, lengths)
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("alike", [False, True])
-def test_chunks_of_the_delta_rule(alike: bool) -> None:
+def test_chunks_of_the_delta_rule(alike: bool, dtype: torch.dtype, far: float) -> None:
     """alike: tokens that repeat, whose triangular systems are as bad as they get."""
     torch.manual_seed(6)
     lengths, heads, key_heads, values, keys = [70, 2, 3, 1, 130], 4, 2, 24, 16
@@ -180,6 +186,7 @@ def test_chunks_of_the_delta_rule(alike: bool) -> None:
     mixed = torch.randn(total, 2 * width + heads * values, device=DEVICE)
     if alike:
         mixed = mixed[:1] + 0.01 * mixed
+    mixed = mixed.to(dtype)
     a, b = (
         torch.randn(total, heads, device=DEVICE) - 4 * alike,
         torch.randn(total, 2 * heads, device=DEVICE),
@@ -207,7 +214,7 @@ def test_chunks_of_the_delta_rule(alike: bool) -> None:
     )  # fmt: skip
     chunks = there.chunks(64)
     assert chunks is not None
-    out = torch.full((total, heads, values), torch.nan, device=DEVICE)
+    out = torch.full((total, heads, values), torch.nan, dtype=dtype, device=DEVICE)
     chunk_kernels.delta_chunks(
         mixed, a, b, a_log, bias, native(state), there, chunks, key_heads, out, strongest=1.0
     )
@@ -217,7 +224,7 @@ def test_chunks_of_the_delta_rule(alike: bool) -> None:
         mixed, a, b, a_log, bias, native(state), there.rows, there.starts, key_heads,
         strongest=1.0, singles=there.singles, out=out,
     )  # fmt: skip
-    same((out, state), expected, lengths)
+    same((out, state), expected, lengths, far)
 
 
 def test_a_gated_norm() -> None:

@@ -32,18 +32,20 @@ def delta_chunks(
     """
     heads, values, keys = state.shape
     count, size = chunks.pieces.shape[1], chunks.size
-    whole = mixed.new_empty(count, heads, dtype=torch.float32)
-    q, k, moved = (whole.new_empty(count, heads, size, keys) for _ in range(3))
-    v, scores = (
-        whole.new_empty(count, heads, size, values),
-        whole.new_empty(count, heads, size, size),
-    )
+    exact = precision(mixed) == "tf32x3"
+    # No row of q, k or moved is longer than 2, since keys have length 1 and are taken away with a strength of
+    # at most 2. So float16 holds them, with one bit more than a tf32 product reads of a float32 number.
+    held = torch.float32 if exact else torch.float16
+    q, k, moved = (mixed.new_empty(count, heads, size, keys, dtype=held) for _ in range(3))
+    scores = mixed.new_empty(count, heads, size, size, dtype=held)
+    v = mixed.new_empty(count, heads, size, values, dtype=torch.float32)
+    whole = v.new_empty(count, heads)
     _within_chunks[(count, heads)](
         mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, chunks.pieces,
         q, k, v, moved, scores, whole, keys**-0.5, strongest, count,
         HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, SIZE=size,
         WIDE_KEYS=max(16, triton.next_power_of_2(keys)), WIDE=max(16, triton.next_power_of_2(values)),
-        PRECISION=precision(mixed), num_warps=8, num_stages=1,
+        PRECISION=precision(mixed), num_warps=8 if exact else 4, num_stages=1,
     )  # fmt: skip
     over_chunks(
         q, k, v, moved, scores, whole, state, packed.rows, packed.starts, chunks, out,
@@ -89,7 +91,7 @@ def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias
                    HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                    SIZE: tl.constexpr, WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr,
                    PRECISION: tl.constexpr):  # fmt: skip
-    """Program: one chunk of one head.
+    """Program: one chunk of one head. Rows are loaded where they are used, so that few are held at once.
 
     pieces: [2, count] int64, first token and number of tokens of each chunk.
     """
@@ -103,35 +105,37 @@ def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias
     of_keys, of_values = inside[:, None] & is_key[None, :], inside[:, None] & is_value[None, :]
     line = mixed + token[:, None] * mixed_stride
     width: tl.constexpr = HEADS // PER_KEY * KEYS
-    q = tl.load(line + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0).to(tl.float32)
-    k = tl.load(line + width + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0).to(
-        tl.float32
-    )
-    v = tl.load(line + 2 * width + h * VALUES + vv[None, :], mask=of_values, other=0.0).to(
-        tl.float32
-    )
-    q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
-    k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+    held: tl.constexpr = moved.dtype.element_ty
+    at = n * HEADS + h
     gate = tl.load(a + token * a_stride + h, mask=inside, other=0.0).to(tl.float32)
     gate = softplus(gate + tl.load(dt_bias + h).to(tl.float32))
     gate = tl.where(inside, -tl.exp(tl.load(a_log + h).to(tl.float32)) * gate, 0.0)
     since, total = tl.cumsum(gate, 0), tl.sum(gate, 0)
     beta = tl.load(b + token * b_stride + h, mask=inside, other=0.0).to(tl.float32)
     beta = tl.where(inside, strongest / (1.0 + tl.exp(-beta)), 0.0)
+    tl.store(whole + at, tl.exp(total))
+    k_at = line + width + h // PER_KEY * KEYS + kk[None, :]
+    to = at * SIZE * KEYS + t[:, None] * KEYS + kk[None, :]
+    k = tl.load(k_at, mask=of_keys, other=0.0).to(tl.float32)
+    k_scale = tl.rsqrt(tl.sum(k * k, 1) + 1e-6)
+    k = k * k_scale[:, None]
+    tl.store(k_out + to, (k * tl.exp(total - since)[:, None]).to(held), mask=is_key[None, :])
     decay = tl.exp(tl.where(t[:, None] >= t[None, :], since[:, None] - since[None, :], -1e30))
     turned = tl.trans(k)
-    near = tl.dot(q, turned, input_precision=PRECISION) * decay
-    at = n * HEADS + h
-    tl.store(scores + at * SIZE * SIZE + t[:, None] * SIZE + t[None, :], near)
     lower = tl.dot(k, turned, input_precision=PRECISION) * decay * beta[:, None]
     lower = tl.where(t[:, None] > t[None, :], lower, 0.0)
+    q = tl.load(line + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0).to(tl.float32)
+    q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
+    near = tl.dot(q, turned, input_precision=PRECISION) * decay
+    tl.store(scores + at * SIZE * SIZE + t[:, None] * SIZE + t[None, :], near.to(held))
+    tl.store(q_out + to, (q * tl.exp(since)[:, None]).to(held), mask=is_key[None, :])
     solved = _inverse(lower, SIZE, PRECISION)
+    v_at = line + 2 * width + h * VALUES + vv[None, :]
+    v = tl.load(v_at, mask=of_values, other=0.0).to(tl.float32)
     v = tl.dot(solved, v * beta[:, None], input_precision=PRECISION)
-    to = at * SIZE * VALUES + t[:, None] * VALUES + vv[None, :]
-    tl.store(v_out + to, v, mask=is_value[None, :])
-    to = at * SIZE * KEYS + t[:, None] * KEYS + kk[None, :]
+    v_to = at * SIZE * VALUES + t[:, None] * VALUES + vv[None, :]
+    tl.store(v_out + v_to, v, mask=is_value[None, :])
+    tl.debug_barrier()  # keeps the second load of k behind the inverse
+    k = tl.load(k_at, mask=of_keys, other=0.0).to(tl.float32) * k_scale[:, None]
     m = tl.dot(solved, k * (beta * tl.exp(since))[:, None], input_precision=PRECISION)
-    tl.store(moved + to, m, mask=is_key[None, :])
-    tl.store(q_out + to, q * tl.exp(since)[:, None], mask=is_key[None, :])
-    tl.store(k_out + to, k * tl.exp(total - since)[:, None], mask=is_key[None, :])
-    tl.store(whole + at, tl.exp(total))
+    tl.store(moved + to, m.to(held), mask=is_key[None, :])

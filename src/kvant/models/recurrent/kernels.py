@@ -170,19 +170,22 @@ def over_chunks(
 ) -> None:  # fmt: skip
     """Passes states from chunk to chunk as `scan` does, for all sequences in one launch.
 
-    q, k, moved: [chunks, heads, size, keys]; v: [chunks, heads, size, values]; scores: [chunks, heads, size,
-    size]; all float32 and contiguous. whole: [chunks, heads] float32, decays of whole chunks. state:
-    [num_rows, heads, values, keys] as stored, updated in place. rows: [n] int64. starts: [n] int32. out: [T,
-    heads, values]; only tokens in chunks are written. precision: of the products.
+    q, k, moved: [chunks, heads, size, keys]; scores: [chunks, heads, size, size]; all float32 or all
+    float16. v: float32 [chunks, heads, size, values]. All are contiguous. whole: [chunks, heads] float32,
+    decays of whole chunks. state: [num_rows, heads, values, keys] as stored, updated in place. rows: [n]
+    int64. starts: [n] int32. out: [T, heads, values]; only tokens in chunks are written. precision: of the
+    products.
     """
     heads, values, keys = state.shape
     size = q.shape[2]
     block = min(32, max(16, triton.next_power_of_2(values)))
-    _over_chunks[(len(rows), heads, triton.cdiv(values, block))](
+    # Programs of one head run side by side, and read its chunks from memory once.
+    _over_chunks[(triton.cdiv(values, block), heads, len(rows))](
         q, k, v, moved, scores, whole, *state.arguments, rows, starts, chunks.bounds, chunks.pieces, out,
         len(rows), len(whole),
         **state.constants, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
-        BLOCK=block, DELTA=moved is not None, PRECISION=precision, num_warps=4, num_stages=1,
+        BLOCK=block, DELTA=moved is not None, EARLY=q.dtype is torch.float16, PRECISION=precision,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -425,16 +428,17 @@ def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDT
 @triton.jit(do_not_specialize=("count", "num_chunks"))
 def _over_chunks(q, k, v, moved, scores, whole, words, codes, scales, bits, state_stride, scale_stride,
                  rows, starts, bounds, pieces, out, count, num_chunks, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
-                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, PRECISION: tl.constexpr,
-                 FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, EARLY: tl.constexpr,
+                 PRECISION: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of one head of one sequence, chunk after chunk.
 
-    It holds the state as [keys, values].
+    It holds the state as [keys, values]. EARLY: all loads of a chunk come before its first product, which
+    registers have room for in 16 bits.
     """
-    i = tl.program_id(0)
+    i = tl.program_id(2)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
-    vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    vv = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tt = tl.arange(0, SIZE)
     is_key, is_value = kk < KEYS, vv < VALUES
     first, end = tl.load(bounds + i), tl.load(bounds + count + i)
@@ -448,20 +452,29 @@ def _over_chunks(q, k, v, moved, scores, whole, words, codes, scales, bits, stat
         of_values = tt[:, None] * VALUES + vv[None, :]
         for n in range(first, end):
             at = (n * HEADS + h) * SIZE
-            new = tl.load(v + at * VALUES + of_values, mask=is_value[None, :], other=0.0)
             if DELTA:
                 m = tl.load(moved + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-                new -= tl.dot(m, s, input_precision=PRECISION)
-            qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-            o = tl.dot(qs, s, input_precision=PRECISION)
-            near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
-            o += tl.dot(near, new, input_precision=PRECISION)
+            new = tl.load(v + at * VALUES + of_values, mask=is_value[None, :], other=0.0)
+            if EARLY:
+                qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+                near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
+                ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            decay = tl.load(whole + n * HEADS + h)
             token = tl.load(pieces + n) + tt
             there = (tt < tl.load(pieces + num_chunks + n))[:, None] & is_value[None, :]
+            if DELTA:
+                new -= tl.dot(m.to(tl.float32), s, input_precision=PRECISION)
+            if not EARLY:
+                qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            o = tl.dot(qs.to(tl.float32), s, input_precision=PRECISION)
+            if not EARLY:
+                near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
+            o += tl.dot(near.to(tl.float32), new, input_precision=PRECISION)
             to = out + (token[:, None] * HEADS + h) * VALUES + vv[None, :]
             tl.store(to, o.to(out.dtype.element_ty), mask=there)
-            ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-            s = s * tl.load(whole + n * HEADS + h)
-            s += tl.dot(tl.trans(ks), new, input_precision=PRECISION)
+            if not EARLY:
+                ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            s = s * decay
+            s += tl.dot(tl.trans(ks.to(tl.float32)), new, input_precision=PRECISION)
         store_state(tl.trans(s), codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
                     BLOCK, PTX)  # fmt: skip

@@ -20,7 +20,7 @@ _MODELS = {
         "Qwen3-30B-A3B, fp8 blocks as stored, one row folded", 550, None,
     ),
     "gpt-oss-20b, bfloat16": ("gpt-oss-20b", None, None),
-    "gpt-oss-20b, mxfp4": ("gpt-oss-20b, mxfp4 as stored, beside vLLM", 450, 4500),
+    "gpt-oss-20b, mxfp4": ("gpt-oss-20b, mxfp4 as stored, one checkpoint with vLLM", 450, 4500),
 }  # fmt: skip
 """Lines of the table: the model's name in the JSON, and goals for 1 and for 32 requests in tok/s."""
 

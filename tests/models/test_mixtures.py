@@ -37,10 +37,20 @@ def test_experts_that_cannot_be_chosen_are_named(
     assert refused.value.ways_out
 
 
-def test_a_probed_family_is_refused_before_it_is_probed(tmp_path: Path) -> None:
-    families.build("olmoe", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"num_experts_per_tok": 5}
-    with pytest.raises(BadCheckpoint, match="num_experts_per_tok is 5"):
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("olmoe", "num_experts_per_tok", 5),
+        ("ernie4_5_moe", "moe_k", 0),
+        ("hunyuan_v1_moe", "moe_topk", 9),
+    ],
+)
+def test_a_probed_family_is_refused_before_it_is_probed(
+    name: str, field: str, value: int, tmp_path: Path
+) -> None:
+    families.build(name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {field: value}
+    with pytest.raises(BadCheckpoint, match=f"{field} is {value}"):
         read_shape(config)
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from kvant import LLM, SamplingParams
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, NotServable
 from kvant.models import read_shape as reading
 from kvant.models.geometry import read_geometry
+from kvant.models.geometry.mixtures import check_mixture
+from kvant.models.geometry.read import refuse_absurd
 from kvant.models.probe import probe
 from kvant.models.read_shape import read_shape
 from kvant.models.shape import ShapeSource
@@ -72,6 +75,14 @@ def test_absurd_numbers_are_refused_before_a_probe(field: str, value: int) -> No
     with pytest.raises(BadCheckpoint, match=field) as refused:
         read_shape(config("granitemoe", **{field: value}))
     assert refused.value.ways_out
+
+
+def test_no_familys_own_numbers_are_absurd() -> None:
+    for name in families.FAMILIES:
+        if name in CONFIG_MAPPING:
+            said = json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+            refuse_absurd(said)
+            check_mixture(said)
 
 
 def test_a_probe_is_kept_and_a_broken_file_is_probed_again(

@@ -14,6 +14,15 @@ from kvant.models.geometry.fields import Fields, text_section
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields that say how many experts a layer has."""
 
+_CHOSEN_FIELDS = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_topk",
+    "top_k_experts",
+)
+"""Fields that say how many experts a token has."""
+
 _STORED_APART = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)\.[^.]+")
 """The name of one expert's tensor: the layer's experts, the expert, the product."""
 
@@ -31,9 +40,10 @@ def check_mixture(config: Mapping[str, Any]) -> None:
     count = _count(given)
     if count is None:
         return
-    chosen = _whole(text, "num_experts_per_tok")
-    if chosen is not None and not 1 <= chosen <= count:
-        raise fields.bad("num_experts_per_tok", f"a token has from 1 to all {count} experts")
+    for name in _CHOSEN_FIELDS:
+        chosen = _whole(text, name)
+        if chosen is not None and not 1 <= chosen <= count:
+            raise fields.bad(name, f"a token has from 1 to all {count} experts")
     groups = _whole(text, "n_group")
     if groups is not None and (groups < 1 or count % groups):
         raise fields.bad("n_group", f"{count} experts are not divided into groups of equal size")
@@ -76,7 +86,7 @@ def refuse_lacking_experts(
 
 def _count(text: Mapping[str, Any]) -> int | None:
     """The number of experts of a layer, None for a model without any or with numbers that differ."""
-    found = (_whole(text, name) for name in EXPERT_FIELDS)
+    found = (_whole(text, name) for name in (*EXPERT_FIELDS, "moe_num_experts"))
     return next((count for count in found if count), None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -18,8 +19,8 @@ from kvant.models.geometry.windows import num_layers
 
 _MAX_VOCABULARY = 2**28
 
-_MOST = {"expert": 2**16, **dict.fromkeys(("layer", "block", "depth", "times"), MAX_LAYERS)}
-"""The largest numbers in fields with these words in their names."""
+_COUNTS = re.compile(r"(?:layer|expert|block|time)s?$|depth$")
+"""Ends of the names of fields that count modules."""
 
 
 def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
@@ -86,12 +87,10 @@ def refuse_absurd(config: Mapping[str, Any]) -> None:
     for fields in (top, *sections):
         assert fields is not None
         for name in fields.names():
-            value = fields.given(name)
-            if type(value) is not int or name.endswith(("size", "dim")):
-                continue
-            for word, most in _MOST.items():
-                if word in name and value > most:
-                    raise fields.bad(name, f"it must be at most {most}")
+            value, counts = fields.given(name), _COUNTS.search(name)
+            most = 2**16 if counts is not None and "expert" in counts[0] else MAX_LAYERS
+            if counts is not None and type(value) is int and value > most:
+                raise fields.bad(name, f"it must be at most {most}")
         if fields.given("logits_scaling") == 0:
             raise fields.bad("logits_scaling", "logits are divided by it")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,10 @@ def test_numbers_without_which_a_probed_model_does_not_start_are_refused(
         ("num_hidden_layers", 2**40),
         ("num_local_experts", 2**40),
         ("logits_scaling", 0),
+        ("rms_norm_eps", math.nan),
     ],
 )
-def test_absurd_numbers_are_refused_before_a_probe(field: str, value: int) -> None:
+def test_absurd_numbers_are_refused_before_a_probe(field: str, value: float) -> None:
     with pytest.raises(BadCheckpoint, match=field) as refused:
         read_shape(config("granitemoe", **{field: value}))
     assert refused.value.ways_out

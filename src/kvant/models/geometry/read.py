@@ -88,6 +88,8 @@ def refuse_absurd(config: Mapping[str, Any]) -> None:
         assert fields is not None
         for name in fields.names():
             value, counts = fields.given(name), _COUNTS.search(name)
+            if value != value:  # NaN
+                raise fields.bad(name, "it must be a number")
             most = 2**16 if counts is not None and "expert" in counts[0] else MAX_LAYERS
             if counts is not None and type(value) is int and value > most:
                 raise fields.bad(name, f"it must be at most {most}")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.tables import Cells, held, table
+from benchmarks.tables.throughput import output_tokens_per_second
 
 _MODELS = {
     "Qwen3-8B, bfloat16": ("Qwen3-8B, bfloat16", None, None),
@@ -47,6 +48,17 @@ def goals(narrow: Any) -> Iterator[tuple[str, str, float, int, str]]:
             if bound is not None:
                 found = narrow["tokens_per_second"][name]
                 yield shown, requests, found[requests], bound, found["revision"]
+
+
+@table("turned-attention", "h200-turned-attention.json")
+def turned_attention(found: Any) -> Cells:
+    """Returns the least seconds of each load as tok/s, before and with the dropped change."""
+    lines = [["weights", "requests x input/output", "before", "with it", "over before"]]
+    for weights, loads in found["seconds"].items():
+        for load, seconds in loads.items():
+            old, new = (output_tokens_per_second(load, seconds[name]) for name in ("old", "new"))
+            lines.append([weights, load, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.3f}"])
+    return lines
 
 
 def _goal(speed: float, goal: int | None) -> str:

@@ -76,7 +76,7 @@ def same(
     torch.testing.assert_close(found[1].cpu()[:ROWS], expected[1][:ROWS], **close)
 
 
-@pytest.mark.parametrize("lengths", [[1] * 5, [1, 2, 1, 5, 3]])
+@pytest.mark.parametrize("lengths", [[1] * 5, [1, 2, 1, 5, 3], [30, 2, 1, 20, 3]])
 def test_convolutions(lengths: list[int]) -> None:
     torch.manual_seed(0)
     channels, size = 530, 4
@@ -227,9 +227,10 @@ def test_chunks_of_the_delta_rule(alike: bool, dtype: torch.dtype, far: float) -
     same((out, state), expected, lengths, far)
 
 
-def test_a_gated_norm() -> None:
+@pytest.mark.parametrize("rows", [3, 1030])
+def test_a_gated_norm(rows: int) -> None:
     torch.manual_seed(4)
-    rows, heads, width = 3, 4, 24
+    heads, width = 4, 24
     x, weight = torch.randn(rows * heads, width, device=DEVICE), torch.randn(width, device=DEVICE)
     gate = torch.randn(rows, heads * width + 8, device=DEVICE)[:, : heads * width]
     out = kernels.gated_norm(x, gate, weight, 1e-6)

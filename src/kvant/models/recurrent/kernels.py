@@ -19,6 +19,9 @@ from kvant.models.recurrent.stored import Stored, load_state, store_state
 
 _CHANNELS = 512
 
+_TOKENS, _FEW_CHANNELS = 8, 256
+"""Tokens and channels of a program where several tokens of a sequence are convolved."""
+
 
 def conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, rows: Tensor, starts: Tensor,
@@ -72,13 +75,12 @@ def conv_prompts(
     """
     count, channels = x.shape
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
-    columns = triton.cdiv(channels, _CHANNELS)
     common = (x, x.stride(0), weight, bias, state, state.stride(0), rows, starts)
-    _conv_prompts[(count, columns)](
-        *common, owners, cu_seqlens, out, channels,
-        SIZE=weight.shape[1], SILU=silu, STORED=stored, BLOCK=_CHANNELS, num_warps=4,
+    _conv_prompts[(triton.cdiv(count, _TOKENS), triton.cdiv(channels, _FEW_CHANNELS))](
+        *common, owners, cu_seqlens, out, count, channels,
+        SIZE=weight.shape[1], SILU=silu, STORED=stored, TOKENS=_TOKENS, BLOCK=_FEW_CHANNELS, num_warps=4,
     )  # fmt: skip
-    _keep_last[(len(rows), columns)](
+    _keep_last[(len(rows), triton.cdiv(channels, _CHANNELS))](
         x, x.stride(0), state, state.stride(0), rows, starts, cu_seqlens, channels,
         SIZE=weight.shape[1], BLOCK=_CHANNELS, num_warps=4,
     )  # fmt: skip
@@ -157,9 +159,11 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     count, width = x.shape
     out = torch.empty_like(x)
-    _gated_norm[(count,)](
-        x, gate, gate.stride(0), weight, out, eps,
-        EACH=count // len(gate), WIDTH=width, WIDE=triton.next_power_of_2(width), num_warps=1,
+    together = 16 if count >= 4096 else 1  # single rows fill the device sooner
+    _gated_norm[(triton.cdiv(count, together),)](
+        x, gate, gate.stride(0), weight, out, eps, count,
+        EACH=count // len(gate), WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=together,
+        num_warps=4 if together > 1 else 1,
     )  # fmt: skip
     return out
 
@@ -253,32 +257,53 @@ def _short_conv(projected, stride, weight, bias, state, state_stride, rows, star
 
 
 @triton.jit
-def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, owners, cu_seqlens, out, channels,
-                  SIZE: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK channels of one token."""
-    t = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    there = c < channels
-    i = tl.load(owners + t)
-    first = tl.load(cu_seqlens + i)
-    start = tl.load(starts + i)
-    kept = state + tl.load(rows + i) * state_stride + c
-    total = tl.zeros([BLOCK], tl.float32)
+def _sum_of_taps(x, x_stride, weight, kept, t, first, is_token, is_near, c, channels, stored: tl.constexpr,
+                 SIZE: tl.constexpr, STORED: tl.constexpr, READS: tl.constexpr):  # fmt: skip
+    """Convolves channels c of tokens t. READS: some of these tokens, `is_near`, need the state `kept`."""
+    there = (c < channels)[None, :]
+    total = tl.zeros([t.shape[0], c.shape[0]], tl.float32)
     for j in tl.static_range(SIZE):
         at = t - (SIZE - 1) + j
-        inside = c < tl.where(at >= first, channels, 0)
-        h = tl.load(x + at * x_stride + c, mask=inside, other=0.0).to(tl.float32)
+        inside = (is_token & (at >= first))[:, None] & there
+        h = tl.load(x + at[:, None] * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
         if STORED and j < SIZE - 1:
-            h = h.to(state.dtype.element_ty).to(tl.float32)
-        old = c < tl.where((start > 0) & (at < first), channels, 0)
-        before = tl.load(kept + (at - first + SIZE - 1) * channels, mask=old, other=0.0)
-        h += before.to(tl.float32)
-        total += h * tl.load(weight + c * SIZE + j, mask=there, other=0.0).to(tl.float32)
+            h = h.to(stored).to(tl.float32)
+        if READS:
+            old = (is_near & (at < first))[:, None] & there
+            before = tl.load(
+                kept + (at - first + SIZE - 1)[:, None] * channels, mask=old, other=0.0
+            )
+            h += before.to(tl.float32)
+        total += (
+            h * tl.load(weight + c * SIZE + j, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+        )
+    return total
+
+
+@triton.jit(do_not_specialize=("count",))
+def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, owners, cu_seqlens, out, count,
+                  channels, SIZE: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr, TOKENS: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Program: BLOCK channels of TOKENS tokens."""
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_token = t < count
+    i = tl.load(owners + t, mask=is_token, other=0)
+    first = tl.load(cu_seqlens + i)
+    is_near = is_token & (t - first < SIZE - 1) & (tl.load(starts + i) > 0)
+    kept = state + tl.load(rows + i)[:, None] * state_stride + c[None, :]
+    stored: tl.constexpr = state.dtype.element_ty
+    if tl.max(is_near.to(tl.int32), 0) > 0:
+        total = _sum_of_taps(x, x_stride, weight, kept, t, first, is_token, is_near, c, channels, stored,
+                             SIZE, STORED, True)  # fmt: skip
+    else:
+        total = _sum_of_taps(x, x_stride, weight, kept, t, first, is_token, is_near, c, channels, stored,
+                             SIZE, STORED, False)  # fmt: skip
     if bias is not None:
-        total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
-    found = _activated(total, SILU)
-    tl.store(out + t * channels + c, found.to(out.dtype.element_ty), mask=there)
+        total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    found = _activated(total, SILU).to(out.dtype.element_ty)
+    there = is_token[:, None] & (c < channels)[None, :]
+    tl.store(out + t[:, None] * channels + c[None, :], found, mask=there)
 
 
 @triton.jit
@@ -407,22 +432,23 @@ def _mamba_step(mixed, mixed_stride, dt, dt_stride, a_log, dt_bias, d, words, co
                     PTX)  # fmt: skip
 
 
-@triton.jit
-def _gated_norm(x, gate, gate_stride, weight, out, eps, EACH: tl.constexpr, WIDTH: tl.constexpr,
-                WIDE: tl.constexpr):  # fmt: skip
-    """Program: one row."""
-    i = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=("count",))
+def _gated_norm(x, gate, gate_stride, weight, out, eps, count, EACH: tl.constexpr, WIDTH: tl.constexpr,
+                WIDE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Program: ROWS rows."""
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, WIDE)
-    there = c < WIDTH
-    row = tl.load(x + i * WIDTH + c, mask=there, other=0.0).to(tl.float32)
-    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + eps)
+    there = (i < count)[:, None] & (c < WIDTH)[None, :]
+    at = i[:, None] * WIDTH + c[None, :]
+    row = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    row = row * tl.rsqrt(tl.sum(row * row, 1) / WIDTH + eps)[:, None]
     row = row.to(out.dtype.element_ty).to(tl.float32)
-    row = row * tl.load(weight + c, mask=there, other=0.0).to(tl.float32)
+    row = row * tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
     row = row.to(out.dtype.element_ty).to(tl.float32)
-    z = tl.load(gate + i // EACH * gate_stride + i % EACH * WIDTH + c, mask=there, other=0.0)
-    z = z.to(tl.float32)
+    z_at = (i // EACH * gate_stride + i % EACH * WIDTH)[:, None] + c[None, :]
+    z = tl.load(gate + z_at, mask=there, other=0.0).to(tl.float32)
     row = row * (z / (1.0 + tl.exp(-z)))
-    tl.store(out + i * WIDTH + c, row.to(out.dtype.element_ty), mask=there)
+    tl.store(out + at, row.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=("count", "num_chunks"))

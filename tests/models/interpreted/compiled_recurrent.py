@@ -49,7 +49,7 @@ def main() -> None:
         state = states((heads, values, keys), dtype)
         kernels.gated_norm(x.view(-1, values), torch.zeros(n, 8192, dtype=BF16), per_head, 1e-6)
         z, of_head = torch.zeros(n, 4096, dtype=BF16), torch.zeros(values, dtype=BF16)
-        for count, some in ((n, bias), (40, None)):  # few sequences, and many of them
+        for count, some in ((n, bias), (40, None), (200, None)):  # few, more and many sequences
             wide = torch.zeros(count, channels, dtype=BF16)
             delta_layer.delta_layer(
                 wide, z, a, a, weight, some, per_head, per_head, of_head, 1e-6, last, state, rows, starts,
@@ -74,7 +74,7 @@ def main() -> None:
             )
             mamba_layer.mamba_finish(x, wide, finish)
         kernels.short_conv(wide[:, :6144], taps[:2048, 1:], None, kept, rows, starts)
-        for count in (n, 40):
+        for count in (n, 40, 200):
             row, low = torch.zeros(count, 12288, dtype=BF16), torch.zeros(count, 4096, dtype=BF16)
             delta_layer.delta_layer(
                 row, low, low, low[:, :32], torch.zeros(12288, 4, dtype=BF16), None, per_head, bias, of_head,

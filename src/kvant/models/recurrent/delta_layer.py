@@ -27,13 +27,21 @@ _MOST = 128 * 128
 """Maximum number of elements of a head's state in a program's registers."""
 
 _TILE, _STAGES = 32, 3
-"""Values in a tile of the state, and tiles in flight, where there are enough sequences to fill the device."""
+"""Values in a tile of the state, where a program does not hold a whole head, and tiles in flight."""
+
+_CROWD = 15
+"""Programs for each multiprocessor from which on tiles are copied ahead."""
 
 
 def fits(state: Stored, kernel: int) -> bool:
     """Whether `delta_layer` takes states of this shape and a convolution with this many taps."""
     _, values, keys = state.shape
     return kernel == SIZE and triton.next_power_of_2(values) * triton.next_power_of_2(keys) <= _MOST
+
+
+def is_crowd(programs: int, processors: int) -> bool:
+    """Whether tiles are copied ahead. On an H200 that takes less from 128 sequences of 16 key heads on."""
+    return programs >= _CROWD * processors
 
 
 def delta_layer(
@@ -64,14 +72,18 @@ def delta_layer(
         **state.constants, "PER_KEY": heads // key_heads, "WIDE_KEYS": triton.next_power_of_2(keys),
         "WIDE": wide, "AHEAD": ahead, "BY_KEY": by_key, **({"launch_pdl": True} if ahead else {}),
     }  # fmt: skip
-    if n * key_heads <= multiprocessors(qkv.device):
-        _delta_layer[(n, key_heads)](*given, **constants, num_warps=8)
-    else:
+    programs, processors = n * key_heads, multiprocessors(qkv.device)
+    if is_crowd(programs, processors):
         _delta_tiles[(n, key_heads)](
             *given, *qkv.new_empty(2, n, heads * values), **constants,
             MANY=triton.next_power_of_2(heads // key_heads), BLOCK=min(_TILE, wide), STAGES=_STAGES,
             num_warps=4,
         )  # fmt: skip
+    else:
+        # A whole head at a time waits least; small tiles allow more programs, which fill the bandwidth.
+        is_few = programs <= processors
+        block = wide if is_few else min(_TILE, wide)
+        _delta_layer[(n, key_heads)](*given, **constants, BLOCK=block, num_warps=8 if is_few else 4)
     return out
 
 
@@ -135,9 +147,9 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
                  a_log, dt_bias, norm_weight, eps, conv, conv_stride, words, codes, scales, bits,
                  state_stride, scale_stride, rows, starts, out, scale, strongest,
                  HEADS: tl.constexpr, PER_KEY: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr,
+                 WIDE_KEYS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
                  FORMAT: tl.constexpr, PTX: tl.constexpr, BY_KEY: tl.constexpr):  # fmt: skip
-    """Program: one key head of one sequence, a whole head's state at a time: few sequences wait least so.
+    """Program: one key head of one sequence. BLOCK: values in a tile of the state.
 
     AHEAD: starts while the previous kernel runs, which writes no state, and loads a first head.
     """
@@ -159,11 +171,12 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     q1, q2, q3 = history(kept, channels, q_c, old_key)
     k1, k2, k3 = history(kept, channels, k_c, old_key)
     head = j * PER_KEY
-    vv = tl.arange(0, WIDE)
-    inside = vv < VALUES
+    vv = tl.arange(0, BLOCK)
     old = tl.where(is_old, VALUES, 0)
-    s = load_state(words, scales, state_stride, scale_stride, row, head * VALUES + vv, vv < old, FORMAT,
-                   KEYS, WIDE_KEYS, WIDE, PTX)  # fmt: skip
+    s = tl.zeros((BLOCK, WIDE_KEYS), tl.float32)
+    if BLOCK == WIDE:
+        s = load_state(words, scales, state_stride, scale_stride, row, head * VALUES + vv, vv < old, FORMAT,
+                       KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
     if AHEAD:
         gdc_wait()
     line = qkv + i * qkv_stride
@@ -183,26 +196,39 @@ def _delta_layer(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
         beta = strongest / (1.0 + tl.exp(-tl.load(b + i * b_stride + head + h).to(tl.float32)))
         to = out + (i * HEADS + head + h) * VALUES
         from_z = z + i * z_stride + (head + h) * VALUES
-        r = (head + h) * VALUES + vv
-        if h > 0:
-            s = load_state(words, scales, state_stride, scale_stride, row, r, vv < old, FORMAT, KEYS,
-                           WIDE_KEYS, WIDE, PTX)  # fmt: skip
-        v_c = 2 * width + (head + h) * VALUES + vv
-        v1, v2, v3 = history(kept, channels, v_c, vv < old)
-        v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
-        v = convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
-        now = s * decay
-        u = beta * (v - tl.sum(now * k[None, :], 1))
-        now += u[:, None] * k[None, :]
-        o = tl.sum(now * q[None, :], 1).to(dtype)
-        store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
-                    WIDE, PTX)  # fmt: skip
-        tl.debug_barrier()
-        keep(kept, channels, v_c, inside, v2, v3, v4)
-        weight = tl.load(norm_weight + vv, mask=inside, other=0.0).to(tl.float32)
-        gate_z = tl.load(from_z + vv, mask=inside, other=0.0).to(tl.float32)
-        o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, BY_KEY, dtype)
-        tl.store(to + vv, o, mask=inside)
+        for first in range(0, WIDE, BLOCK):
+            inside = first + vv < VALUES
+            r = (head + h) * VALUES + first + vv
+            if h > 0 or BLOCK != WIDE:
+                s = load_state(words, scales, state_stride, scale_stride, row, r, first + vv < old, FORMAT,
+                               KEYS, WIDE_KEYS, BLOCK, PTX)  # fmt: skip
+            v_c = 2 * width + (head + h) * VALUES + first + vv
+            v1, v2, v3 = history(kept, channels, v_c, first + vv < old)
+            v4 = tl.load(line + v_c, mask=inside, other=0.0).to(tl.float32)
+            v = convolved(v1, v2, v3, v4, conv_weight, conv_bias, v_c, inside, dtype)
+            now = s * decay
+            u = beta * (v - tl.sum(now * k[None, :], 1))
+            now += u[:, None] * k[None, :]
+            o = tl.sum(now * q[None, :], 1).to(dtype)
+            store_state(now, codes, bits, state_stride, scale_stride, row, r, inside, FORMAT, KEYS, WIDE_KEYS,
+                        BLOCK, PTX)  # fmt: skip
+            tl.debug_barrier()
+            keep(kept, channels, v_c, inside, v2, v3, v4)
+            if BLOCK == WIDE:
+                weight = tl.load(norm_weight + vv, mask=inside, other=0.0).to(tl.float32)
+                gate_z = tl.load(from_z + vv, mask=inside, other=0.0).to(tl.float32)
+                o = _finished(o.to(tl.float32), gate_z, weight, eps, VALUES, BY_KEY, dtype)
+            tl.store(to + first + vv, o, mask=inside)
+        if BLOCK != WIDE:
+            tl.debug_barrier()  # other threads stored the head's tiles
+            cc = tl.arange(0, WIDE)
+            there = cc < VALUES
+            whole = tl.load(to + cc, mask=there, other=0.0).to(tl.float32)
+            weight = tl.load(norm_weight + cc, mask=there, other=0.0).to(tl.float32)
+            gate_z = tl.load(from_z + cc, mask=there, other=0.0).to(tl.float32)
+            done = _finished(whole, gate_z, weight, eps, VALUES, BY_KEY, dtype)
+            tl.debug_barrier()
+            tl.store(to + cc, done, mask=there)
     keep(kept, channels, q_c, is_key, q2, q3, q4)
     keep(kept, channels, k_c, is_key, k2, k3, k4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.weights.codecs import NarrowStack, NarrowWeight, decode, encode, encode_stack
 from kvant.weights.cuda import wide_rows
-from kvant.weights.cuda.few_rows import NOTHING, PLAIN, Act, Beside, Kind, Pairs, Warps
+from kvant.weights.cuda.few_rows import NOTHING, PLAIN, Act, Beside, Kind, Pairs, Routed, Warps
 from kvant.weights.cuda.shared_rows import Shares
 from kvant.weights.cuda.wide_rows import Around, Cut
 from kvant.weights.format import (
@@ -294,6 +296,48 @@ def test_single_tokens_have_the_sum_of_their_experts(
     )
     results = of_pairs(h, second, biases[1], ids).view(tokens, top_k, rows)
     close(found, (results * shares[..., None].double()).sum(1) + residual.double())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "routing"),
+    [
+        (FP8_BLOCK, Routing(40, 3, renormalise=True, rounded=True)),
+        pytest.param(FP8_BLOCK, Routing(33, 2, renormalise=False, scale=2.5), marks=slow),
+        pytest.param(MXFP4, Routing(8, 4, Scoring.TOP_K_THEN_SOFTMAX, rounded=True), marks=slow),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
+def test_programs_choose_the_experts_of_their_token(
+    fmt: WeightFormat, routing: Routing, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Equal logits, negative ones and zeros of both signs among them; the second token's have a NaN."""
+    if fmt == MXFP4 and dtype is torch.float16:
+        pytest.skip("float16 has no products with mxfp4")
+    count, width, columns, top_k = routing.num_experts, 128, 256, routing.top_k
+    first, second = stack(count, 2 * width, columns, fmt), stack(count, columns, width, fmt)
+    logits = torch.randint(-3, 3, (2, count)).to(dtype) / 2
+    logits[0, 1], logits[0, 2], logits[0, 5], logits[0, 6] = -0.0, 0.0, 7.0, 7.0
+    logits[1, 4] = torch.nan
+    x, norm = torch.randn(2, columns).to(dtype) * 3, torch.rand(columns).to(dtype)
+    begins = routing.scoring is Scoring.SOFTMAX_THEN_TOP_K
+    routed = Routed(count, begins, routing.renormalise, routing.rounded)
+    beside = Beside(
+        logits=logits, factor=routing.scale, top_k=top_k, norm_weight=norm, eps=1e-6, residual=x,
+    )  # fmt: skip
+    kind = Kind(one=True, norm=True, gated=True, pairs=Pairs.ALONE, routed=routed)
+    h = multiply(tmp_path, x, first.whole, None, Warps(1, 2, 2), kind, beside, experts=count)
+    shares, _ = route(logits[:1], routing)  # of equal logits, torch takes any
+    ids = torch.argsort(logits[0].float(), descending=True, stable=True)[:top_k]
+    normed = x[0].double() * torch.rsqrt(x[0].double().pow(2).mean() + 1e-6) * norm.double()
+    right = silu_gated(of_pairs(normed.expand(top_k, -1), first, None, ids))
+    close(h[:top_k], right)
+
+    kind = Kind(one=True, added=True, pairs=Pairs.SUMMED, top_k=top_k, routed=routed)
+    beside = replace(beside, residual=x / 8)  # small beside the sums
+    found = multiply(tmp_path, h, second.whole, None, Warps(1, 2, 1), kind, beside, experts=count)
+    results = of_pairs(h[:top_k], second, None, ids)
+    close(found[0], (results * shares[0, :, None].double()).sum(0) + x[0].double() / 8)
+    assert found[1].isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,15 @@ static float __shfl_xor_sync(uint32_t, float value, int away) {
     __syncwarp();
     return found;
 }
+static uint32_t most_of_warp(uint32_t value) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    exchanged[warp][lane][7] = value;
+    __syncwarp();
+    uint32_t most = 0;
+    for (int other = 0; other < 32; other++) most = std::max(most, exchanged[warp][other][7]);
+    __syncwarp();
+    return most;
+}
 static void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     auto& all = exchanged[warp];
@@ -230,8 +239,9 @@ struct Given {
     u16* out;
     const int *lists, *counts, *ids;
     const float* shares;
+    const u16* logits;
     int tokens, N, tiles, scale_stride, most, top_k, inputs;
-    float eps, limit, alpha;
+    float eps, limit, alpha, share_factor;
 };
 #endif
 static Given given;
@@ -246,7 +256,7 @@ static void body() {
                 v.scale_stride);
 #else
     few_rows(v.weight, v.scales, v.zeros, v.factors, v.x, v.bias, v.norm_weight, v.residual, v.out, v.lists, v.counts,
-             v.ids, v.shares, v.tokens, v.N, v.tiles, v.scale_stride, v.most, v.top_k, v.inputs, v.eps, v.limit, v.alpha);
+             v.ids, v.shares, v.logits, v.tokens, v.N, v.tiles, v.scale_stride, v.most, v.top_k, v.inputs, v.eps, v.limit, v.alpha, v.share_factor);
 #endif
     done[running] = 1;
     setcontext(&scheduler);

@@ -196,8 +196,12 @@ class FewRowsDecoder:
             x = self._folded.normed(stream, layer.up, gate=layer.activation)
             return self._folded.added(x, layer.down, stream, norm)
         logits, residual = few.normed(stream, *layer.router), stream.residual
+        eps = self._fused.model.norm.eps
+        if self._experts.chooses_itself(len(logits), layer, residual.dtype):
+            total = self._experts.alone(residual, stream.norm_weight, eps, logits, layer)
+            return few.weigh(total, norm)
         choice, normed = self._experts.route(
-            logits, layer.routing, residual, stream.norm_weight, self._fused.model.norm.eps
+            logits, layer.routing, residual, stream.norm_weight, eps
         )
         assert normed is not None
         if is_single(choice, layer, normed.dtype):

@@ -28,7 +28,7 @@ from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.weights.choose import LISTED, few_serves, warps_of_one
 from kvant.weights.codecs import NarrowStack
 from kvant.weights.cuda import few_rows as cuda
-from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs
+from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs, Routed
 from kvant.weights.format import WHOLE
 from kvant.weights.triton.product import layout
 
@@ -106,6 +106,12 @@ _STREAM_PARTS = 4
 _FEWEST_PROGRAMS = 4
 """Minimum number of programs per multiprocessor, since programs take different times."""
 
+_MOST_SINGLE = 2
+"""Maximum number of tokens whose pairs are multiplied one by one, for narrow weights."""
+
+_MOST_KEYS = 256
+"""Maximum number of experts among which a program of a product chooses."""
+
 _FIXED_TILE = ManyTile(64, 64)
 _FIXED_NARROW = FewTile(64)
 
@@ -161,8 +167,8 @@ class TritonExperts:
         added: sums go to the residual.
         """
         top_k = experts.routing.top_k
-        alone = replace(_gated(experts), one=True, pairs=Pairs.ALONE)
-        summed = Kind(one=True, added=added, pairs=Pairs.SUMMED, top_k=top_k)
+        alone, summed = _single_kinds(experts, _routed(experts, dtype) if added else None)
+        summed = replace(summed, added=added)
         listed = replace(_gated(experts), pairs=Pairs.LISTED), Kind(pairs=Pairs.LISTED, share=True)
         ways = (experts.gate_up, alone, listed[0], 1), (experts.down, summed, listed[1], top_k)
         for (stack, bias), one, many, count in ways:
@@ -209,7 +215,10 @@ class TritonExperts:
         """Computes activated gates and ups pair by pair: x [T, H] -> [pairs, I]."""
         weight, bias = experts.gate_up
         if isinstance(weight, NarrowStack):
-            return self._listless(x, choice, experts, weight, bias)
+            beside = Beside(
+                ids=choice.ids, top_k=experts.routing.top_k, **_clamped(experts)
+            )  # fmt: skip
+            return self._pairs(x, experts, _single_kinds(experts, None)[0], beside)
         width, columns = experts.width, weight.shape[2]
         tile = tile or OneTile(2, min(2048, triton.next_power_of_2(columns)))
         out = x.new_empty(choice.pairs, width)
@@ -234,19 +243,10 @@ class TritonExperts:
         weight, bias = experts.down
         if isinstance(weight, NarrowStack):
             beside = Beside(
-                ids=choice.ids,
-                shares=choice.weights,
-                residual=residual,
-                top_k=experts.routing.top_k,
-            )
-            kind = Kind(
-                one=True,
-                added=residual is not None,
-                pairs=Pairs.SUMMED,
-                top_k=experts.routing.top_k,
-            )
-            cut = warps_of_one(weight.whole.format, weight.shape[2], weights=experts.routing.top_k)
-            return cuda.multiply(h, weight.whole, bias, cut, kind, beside, experts=weight.count)
+                ids=choice.ids, shares=choice.weights, residual=residual, top_k=experts.routing.top_k
+            )  # fmt: skip
+            kind = replace(_single_kinds(experts, None)[1], added=residual is not None)
+            return self._sum_of_pairs(h, experts, kind, beside)
         rows = weight.shape[1]
         width = int(triton.next_power_of_2(experts.width))
         # 22.3 us beside gate and up of 8 experts of 768 on an H200, where 4 rows and 256 columns took 23.6.
@@ -261,14 +261,40 @@ class TritonExperts:
         )  # fmt: skip
         return out
 
-    def _listless(
-        self, x: Tensor, choice: Choice, experts: Experts, weight: NarrowStack, bias: Tensor | None
+    def chooses_itself(self, tokens: int, experts: Experts, dtype: torch.dtype) -> bool:
+        """Whether `alone` serves a step: its products choose the experts."""
+        few = tokens <= _MOST_SINGLE and _reads(experts, dtype)
+        return few and _routed(experts, dtype) is not None
+
+    def alone(
+        self, residual: Tensor, norm_weight: Tensor, eps: float, logits: Tensor, experts: Experts
     ) -> Tensor:
-        """Implements `one_gate_up` for narrow weights that the CUDA kernel reads."""
-        beside = Beside(ids=choice.ids, top_k=experts.routing.top_k, **_clamped(experts))
-        kind = replace(_gated(experts), one=True, pairs=Pairs.ALONE)
+        """Adds a layer of experts to residual [T, H], whose RMS norm it reads; returns a new [T, H].
+
+        `chooses_itself` must hold. logits: [T, E], in the dtype of residual. norm_weight: [H].
+        """
+        routing = experts.routing
+        up, down = _single_kinds(experts, _routed(experts, residual.dtype))
+        beside = Beside(
+            logits=logits.contiguous(), factor=routing.scale, top_k=routing.top_k, norm_weight=norm_weight,
+            eps=eps, residual=residual, **_clamped(experts),
+        )  # fmt: skip
+        h = self._pairs(residual, experts, up, beside)
+        return self._sum_of_pairs(h, experts, replace(down, added=True), beside)
+
+    def _pairs(self, x: Tensor, experts: Experts, kind: Kind, beside: Beside) -> Tensor:
+        """Computes activated gates and ups of narrow weights pair by pair: x [T, H] -> [pairs, I]."""
+        weight, bias = experts.gate_up
+        assert isinstance(weight, NarrowStack)
         cut = warps_of_one(weight.whole.format, weight.shape[2])
         return cuda.multiply(x, weight.whole, bias, cut, kind, beside, experts=weight.count)
+
+    def _sum_of_pairs(self, h: Tensor, experts: Experts, kind: Kind, beside: Beside) -> Tensor:
+        """Computes the weighted sums [T, H] of h [pairs, I] and narrow weights."""
+        weight, bias = experts.down
+        assert isinstance(weight, NarrowStack)
+        cut = warps_of_one(weight.whole.format, weight.shape[2], weights=experts.routing.top_k)
+        return cuda.multiply(h, weight.whole, bias, cut, kind, beside, experts=weight.count)
 
     def few(
         self,
@@ -500,8 +526,29 @@ def is_single(choice: Choice, experts: Experts, dtype: torch.dtype) -> bool:
     a kernel for it where CUDA C++ runs.
     """
     if experts.is_narrow:
-        return choice.ids.shape[0] <= 2 and _reads(experts, dtype)
+        return choice.ids.shape[0] <= _MOST_SINGLE and _reads(experts, dtype)
     return choice.ids.shape[0] == 1 or 2 * choice.pairs <= experts.routing.num_experts
+
+
+def _single_kinds(experts: Experts, routed: Routed | None) -> tuple[Kind, Kind]:
+    """Returns what programs of single pairs do: of gates and ups, and of the sums of down."""
+    up = replace(_gated(experts), one=True, pairs=Pairs.ALONE, routed=routed)
+    top_k = experts.routing.top_k
+    if routed is not None:
+        up = replace(up, norm=True)
+    return up, Kind(one=True, pairs=Pairs.SUMMED, top_k=top_k, routed=routed)
+
+
+def _routed(experts: Experts, dtype: torch.dtype) -> Routed | None:
+    """Returns how products of narrow weights choose a layer's experts; None if they cannot."""
+    routing = experts.routing
+    plain = routing.chooses_by_logits and experts.correction is None and not routing.wide
+    if not plain or routing.num_experts > _MOST_KEYS or experts.router[0].dtype != dtype:
+        return None
+    first = routing.scoring is Scoring.SOFTMAX_THEN_TOP_K
+    return Routed(
+        routing.num_experts, first, routing.renormalise or not first, rounded=routing.rounded
+    )
 
 
 def _padded(count: int) -> int:

@@ -57,6 +57,8 @@ __device__ __forceinline__ void wait_before() { asm volatile("griddepcontrol.wai
 // Bring what nothing has read yet to the L2 cache.
 __device__ __forceinline__ void fetch_ahead(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 
+__device__ __forceinline__ u32 most_of_warp(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
+
 // A number that another program has stored.
 __device__ __forceinline__ float load_fresh(const float* at) {
     float f;

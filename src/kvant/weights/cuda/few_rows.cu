@@ -22,7 +22,8 @@
 // ups; ACTIVATION 0 silu, 1 gelu_tanh, 2 clamped; SHARE: results are multiplied by weights of pairs; PDL:
 // the program may start while the kernel before it runs; BARE: 4-bit codes for a single row stay 1024 + code, or
 // 1024 + 16 times the code in high halves, whose columns of x are divided by 16. What that adds is taken from a block's
-// sum; RESIDENT programs have room in a multiprocessor's registers; 0 for any number.
+// sum; RESIDENT programs have room in a multiprocessor's registers; 0 for any number; ROUTED: number of experts, if
+// the program chooses them by `logits` [tokens, ROUTED]; SOFTMAX_FIRST, RENORMALISE, ROUNDED_SHARES: how shares are made of the chosen logits.
 
 #define PARTS (SCALES == 2 || (SCALES == 1 && !FINE) || EXPERTS == 3)  // sums of a block are scaled
 #define RAGGED (K % 128 != 0)
@@ -47,6 +48,40 @@
 // One product, at most one result per thread: what only that result needs is fetched before the launch in front ends.
 #define EARLY (ONE && !EXPERTS && (GATED ? 8 : 16) * RT <= THREADS)
 
+#if ROUTED
+// A warp's keys of a token's logits. They order experts by logit, and the lowest first among equal ones; NaN is last.
+struct Keys {
+    u32 keys[(ROUTED + 31) / 32];
+
+    __device__ Keys(const u16* logits, int lane) {
+#pragma unroll
+        for (int i = 0; i < (ROUTED + 31) / 32; i++) {
+            const int expert = lane + 32 * i;
+            keys[i] = 0;
+            if (expert >= ROUTED) continue;
+            const u32 bits = logits[expert] == 0x8000 ? 0 : logits[expert];
+            const bool nan = (bits & 0x7fff) > (BFLOAT16 ? 0x7f80 : 0x7c00);
+            const u32 order = nan ? 0 : bits & 0x8000 ? 0xffff - bits : bits | 0x8000;
+            keys[i] = order << 16 | (0xffff - expert);
+        }
+    }
+    // Returns the largest key of all lanes, and takes it out.
+    __device__ u32 take_best() {
+        u32 best = 0;
+#pragma unroll
+        for (u32 key : keys) best = best > key ? best : key;
+        best = most_of_warp(best);
+#pragma unroll
+        for (u32& key : keys) key = key == best ? 0 : key;
+        return best;
+    }
+    static __device__ int expert_of(u32 key) { return 0xffff - (key & 0xffff); }
+    static __device__ float logit_of(u32 key) {
+        const u32 order = key >> 16;
+        return number((u16)(order & 0x8000 ? order & 0x7fff : 0xffff - order));
+    }
+};
+#endif
 
 // weight, scales, zeros: of all experts' rows. x: [rows of x, K]. rows: of one weight, N. bias: [N] for each
 // weight. lists: [experts, most] pairs; counts: pairs of each; ids, shares: [tokens, top_k]. scale_stride:
@@ -55,8 +90,9 @@
 extern "C" __global__ void BOUNDS
 few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors, const u16* x, const u16* bias,
          const u16* norm_weight, const u16* residual, u16* out, const int* lists, const int* counts,
-         const int* ids, const float* shares, int tokens, int N, int tiles, int scale_stride, int most,
-         int top_k, int inputs, float eps, float limit, float alpha) {
+         const int* ids, const float* shares, const u16* logits, int tokens, int N, int tiles,
+         int scale_stride, int most, int top_k, int inputs, float eps, float limit, float alpha,
+         float share_factor) {
 #ifdef ON_HOST
     u8* shared = host_shared();
 #else
@@ -70,9 +106,16 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
     float* sums = (float*)shared;  // when all codes were read
 
 #if PDL
-    launch_next();
-#if EXPERTS
+#if EXPERTS == 2
+    // The sum of a token's experts behind this reads `ids` or `logits` before it waits, so it must not start
+    // before they are complete.
     wait_before();
+    launch_next();
+#else
+    launch_next();
+#if EXPERTS == 1
+    wait_before();
+#endif
 #endif
 #endif
 
@@ -82,7 +125,14 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
         count = counts[y];
         if (count == 0) return;
     } else if (EXPERTS == 2) {
+#if ROUTED
+        Keys keys(logits + (i64)(y / top_k) * ROUTED, lane);
+        u32 best = 0;
+        for (int rank = 0; rank <= y % top_k; rank++) best = keys.take_best();
+        expert = Keys::expert_of(best);
+#else
         expert = ids[y];
+#endif
     }
 
     // The first of 8 neighbouring rows of a weight, for half h of tile i. Rows behind the last repeat it.
@@ -109,10 +159,40 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
 #if EXPERTS == 3
     SHARED int chosen[TOP_K];
     SHARED float portion[TOP_K];
+#if ROUTED
+    if (warp == 0) {
+        Keys keys(logits + (i64)y * ROUTED, lane);
+        u32 best[TOP_K];
+        float share[TOP_K], total = 0, of_chosen = 0;
+#pragma unroll
+        for (int j = 0; j < TOP_K; j++) {
+            best[j] = keys.take_best();
+            share[j] = expf(Keys::logit_of(best[j]) - Keys::logit_of(best[0]));
+        }
+        for (int e = lane; e < ROUTED; e += 32)
+            total += expf(number(logits[(i64)y * ROUTED + e]) - Keys::logit_of(best[0]));
+#pragma unroll
+        for (int away = 16; away; away /= 2) total += __shfl_xor_sync(0xffffffffu, total, away);
+#pragma unroll
+        for (int j = 0; j < TOP_K; j++) {
+            if (SOFTMAX_FIRST) share[j] /= total;
+            of_chosen += share[j];
+        }
+#pragma unroll
+        for (int j = 0; j < TOP_K; j++) {
+            if (RENORMALISE) share[j] /= of_chosen;
+            share[j] *= share_factor;
+            if (total != total) share[j] = total;  // a NaN among the logits
+            if (ROUNDED_SHARES) share[j] = nearest(share[j]);
+            if (lane == j) chosen[j] = Keys::expert_of(best[j]), portion[j] = share[j];
+        }
+    }
+#else
     if (threadIdx.x < TOP_K) {
         chosen[threadIdx.x] = ids[(i64)y * TOP_K + threadIdx.x];
         portion[threadIdx.x] = shares[(i64)y * TOP_K + threadIdx.x];
     }
+#endif
     __syncthreads();
 #endif
     const int units = EXPERTS == 3 ? TOP_K * BLOCKS : BLOCKS;
@@ -305,7 +385,7 @@ few_rows(const u8* weight, const u8* scales, const u8* zeros, const u8* factors,
     }
 #endif
 #endif
-#if PDL && !EXPERTS
+#if PDL && (!EXPERTS || EXPERTS == 3)
     wait_before();
 #endif
 #if EARLY && ADDED

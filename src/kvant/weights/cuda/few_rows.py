@@ -36,7 +36,7 @@ _SCALES = {
     Scale.FLOAT32: 0, Scale.FLOAT16: 1, Scale.BFLOAT16: 2, Scale.E8M0: 3, Scale.UINT6: 4, Scale.INT8: 5,
 }  # fmt: skip
 SCALE_SIZES = {place: scale.num_bytes for scale, place in _SCALES.items()}
-ARGUMENTS = (*[POINTER] * 13, *[INT] * 7, *[FLOAT] * 3)
+ARGUMENTS = (*[POINTER] * 14, *[INT] * 7, *[FLOAT] * 4)
 
 
 class Pairs(Enum):
@@ -69,12 +69,27 @@ class Warps:
 
 
 @dataclass(frozen=True, slots=True)
+class Routed:
+    """How programs choose a token's experts by its logits.
+
+    experts: their number. first: weights are a softmax of all logits, not of the chosen ones. renormalise:
+    weights are divided by their sum. rounded: to 16 bits.
+    """
+
+    experts: int
+    first: bool
+    renormalise: bool
+    rounded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     """Operations that the kernel adds to a product; each field is a macro of `few_rows.cu`.
 
     one: a single row of x, staged in shared memory. norm: the row is normalised first; plus: by 1 + weight.
     gated: rows of the weight are gates and ups, activated by act. added: the result is added to a residual.
-    share: results of pairs are weighted. top_k: experts per token, for SUMMED.
+    share: results of pairs are weighted. top_k: experts per token, for SUMMED. routed: experts are chosen
+    here, for ALONE and SUMMED; None if they are given.
     """
 
     one: bool = False
@@ -87,6 +102,7 @@ class Kind:
     pairs: Pairs = Pairs.NONE
     top_k: int = 1
     share: bool = False
+    routed: Routed | None = None
 
 
 PLAIN = Kind()
@@ -97,7 +113,8 @@ class Beside:
     """Tensors of a launch other than x and the weight. The kernel reads only what its `Kind` needs.
 
     norm_weight: [columns]. residual: [tokens, width]. ids: int32 and shares: float32 [tokens, top_k].
-    lists: int32 [experts, most], counts: int32 [experts]. limit, alpha: of a clamped activation.
+    lists: int32 [experts, most], counts: int32 [experts]. limit, alpha: of a clamped activation. logits:
+    [tokens, experts], 16 bits; factor multiplies the weights of experts that are chosen by them.
     """
 
     norm_weight: Tensor | None = None
@@ -110,6 +127,8 @@ class Beside:
     limit: float = 0.0
     alpha: float = 0.0
     top_k: int = 1
+    logits: Tensor | None = None
+    factor: float = 1.0
 
 
 NOTHING = Beside()
@@ -170,6 +189,7 @@ def defines(
 
     columns: of the weight; compiled in for a single row and for listed experts in e2m1.
     """
+    routed = kind.routed or Routed(0, first=False, renormalise=False, rounded=False)
     scales = {(1, WHOLE): 0, (BLOCK, BLOCK): 2}.get((fmt.rows, fmt.columns), 1)
     by_blocks = (fmt.rows, fmt.columns) == (1, BLOCK) and fmt.code is Code.INT4
     bare = kind.one and kind.pairs is Pairs.NONE and by_blocks and columns % BLOCK == 0
@@ -185,8 +205,10 @@ def defines(
         "NORM": int(kind.norm) * (2 if kind.plus else 1), "GATED": int(kind.gated),
         "ALTERNATING": int(kind.alternating),
         "ACTIVATION": kind.act.value, "ADDED": int(kind.added), "EXPERTS": kind.pairs.value,
-        "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead), "BARE": int(bare),
-        "RESIDENT": resident,
+        "TOP_K": kind.top_k, "SHARE": int(kind.share), "PDL": int(ahead),
+        "ROUTED": routed.experts, "SOFTMAX_FIRST": int(routed.first),
+        "RENORMALISE": int(routed.renormalise), "ROUNDED_SHARES": int(routed.rounded),
+        "BARE": int(bare), "RESIDENT": resident,
     }  # fmt: skip
 
 
@@ -303,8 +325,9 @@ def arranged(
     tokens, down, tiles, most = x.shape[0], 1, 1, 0
     results = tokens
     if kind.pairs is not Pairs.NONE:
-        assert beside.ids is not None
-        pairs = beside.ids.numel()
+        chosen = beside.ids if kind.routed is None else beside.logits
+        assert chosen is not None
+        pairs = len(chosen) * beside.top_k
         results = pairs
         if kind.pairs is Pairs.LISTED:
             assert beside.lists is not None
@@ -313,7 +336,7 @@ def arranged(
         elif kind.pairs is Pairs.ALONE:
             down = pairs
         else:
-            down = results = beside.ids.shape[0]
+            down = results = len(chosen)
     elif not kind.one:
         tiles = token_tiles(tokens)
     out = x.new_empty(results, width) if out is None else out
@@ -324,10 +347,10 @@ def arranged(
         *(address(one) for one in (
             weight.codes, weight.scales, weight.offsets if weight.zeros is None else weight.zeros,
             weight.factors, x, bias, beside.norm_weight, beside.residual, out,
-            beside.lists, beside.counts, beside.ids, beside.shares,
+            beside.lists, beside.counts, beside.ids, beside.shares, beside.logits,
         )),
         tokens, rows, side, stride, most, beside.top_k, weight.columns,
-        beside.eps, beside.limit, beside.alpha,
+        beside.eps, beside.limit, beside.alpha, beside.factor,
     )  # fmt: skip
     return Call(out, tiles, (across, down), values)
 

@@ -83,6 +83,22 @@ def test_a_declaration_that_cannot_be_followed_is_explained(
     assert why in found.activations_because
 
 
+MOE = json.loads((Path(__file__).parents[1] / "configs" / "qwen3-30b-a3b.json").read_text())
+
+
+def test_experts_in_blocks_round_on_hopper_gpus() -> None:
+    config = MOE | {"quantization_config": BLOCKS}
+    facts = replace(facts_of(), config=config, geometry=read_geometry(config))
+    assert choose(facts).activations is Activations.FP8
+    assert choose(facts, Activations.FP8).activations is Activations.FP8
+    ada = choose(replace(facts, device=DeviceFacts(DeviceKind.CUDA, "sm_89")))
+    assert ada.activations is None
+    assert "on Hopper GPUs, for weights in blocks of 128 x 128" in ada.activations_because
+    config = MOE | {"quantization_config": compressed(strategy="token", dynamic=True)}
+    rows = choose(replace(facts, config=config))
+    assert "experts round activations on Hopper GPUs" in rows.activations_because
+
+
 def test_weights_without_a_declaration_take_16_bits() -> None:
     found = choose(facts_of(compressed()))
     assert (found.activations, found.activations_because) == (None, "")

@@ -10,7 +10,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import Stored, declared_activations, lists_experts
-from kvant.weights.format import Code, Scale
+from kvant.weights.format import FP8_BLOCK, Code, Scale
 
 _FP8 = (Activations.FP8, Activations.FP8_STATIC)
 _STATIC = "by the scale that the checkpoint has for each layer, in steps of more than 64 tokens"
@@ -95,8 +95,8 @@ def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations)
         return "steps of few tokens do not round, so results would depend on the batch"
     if facts.num_ranks > 1 and not static:
         return "ranks hold parts of a token, which would have scales of their own"
-    if lists_experts(facts.config):
-        return "products with experts take 16-bit activations"
+    if lists_experts(facts.config) and not _rounds_for_experts(forward.stored, facts):
+        return "products with experts round activations on Hopper GPUs, for weights in blocks of 128 x 128"
     if static and (forward.stored is None or forward.stored.rounding is not asked):
         return "the checkpoint does not have a scale of activations for each layer"
     if facts.quantization in (Quantization.FP8, Quantization.FP8_DYNAMIC):
@@ -104,6 +104,13 @@ def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations)
     if facts.quantization is not None:
         return f"weights of {facts.quantization.value} are multiplied with 16-bit activations"
     return _refuse_weights(forward.stored)
+
+
+def _rounds_for_experts(stored: Stored | None, facts: ForwardFacts) -> bool:
+    """Whether products with experts can round activations."""
+    groups = () if stored is None else stored.groups
+    in_blocks = bool(groups) and all(one.format == FP8_BLOCK for _, one in groups)
+    return in_blocks and facts.device.arch == "sm_90"
 
 
 def _refuse_weights(stored: Stored | None) -> str | None:

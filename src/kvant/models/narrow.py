@@ -486,9 +486,9 @@ def _register() -> None:
 
 
 def round_activations(model: PreTrainedModel) -> None:
-    """Makes every narrow linear layer round its inputs in steps of many rows."""
+    """Makes narrow linear layers and experts round their inputs in steps of many rows."""
     for part in model.modules():
-        if isinstance(part, NarrowLinear):
+        if isinstance(part, NarrowLinear | NarrowExperts):
             part.rounds = True
 
 

@@ -74,7 +74,8 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
 
 def _type_of(value: object) -> str:
     if isinstance(value, TensorDescriptor):
-        return f"tensordesc<bf16[{','.join(map(str, value.block_shape))}]>"
+        kind = type_of(value.base).removeprefix("*")
+        return f"tensordesc<{kind}[{','.join(map(str, value.block_shape))}]>"
     return type_of(value)
 
 
@@ -189,6 +190,14 @@ def _narrow(layer: Experts, formats: tuple[WeightFormat, WeightFormat]) -> Exper
     )
 
 
+def _rounded_experts(made: TritonExperts, qwen: Experts) -> None:
+    narrow = replace(_narrow(qwen, (FP8_BLOCK, FP8_BLOCK)), rounds=True)
+    for tokens in (65, 512, 8192):
+        x = torch.empty(tokens, qwen.down[0].shape[1], dtype=torch.bfloat16, device="meta")
+        logits = torch.empty(tokens, qwen.routing.num_experts, dtype=torch.bfloat16, device="meta")
+        made.apply(x, logits, narrow)
+
+
 def _narrow_experts(made: TritonExperts, qwen: Experts, gpt_oss: Experts) -> None:
     integers = int4_groups(64, zero_points=True)
     for layer, formats, numbers in (
@@ -217,6 +226,7 @@ if __name__ == "__main__":
         _layer(gpt_oss, 2880, 2880, GateOrder.ALTERNATING, Clamp(7.0, 1.702)),
     )
     _narrow_experts(made, *layers)
+    _rounded_experts(made, layers[0])
     for layer in layers:
         hidden, count = layer.down[0].shape[1], layer.routing.num_experts
         for tokens in (1, 8, 32, 1024, 8192):

@@ -46,6 +46,7 @@ from kvant.weights.triton.product import (
     Tiles,
     decoded,
     of_blocks,
+    of_copied_blocks,
     one,
     rows_decoded,
     tiled,
@@ -147,6 +148,19 @@ def test_codes_times_blocks(tokens: int) -> None:
     codes = codes.view(torch.float8_e4m3fn)
     out = torch.empty(tokens, 150, device=DEVICE, dtype=DTYPE)
     found = of_blocks(codes, scales, weight, out)
+    x = codes.double() * scales.double().repeat_interleave(128, 1)
+    expected = x @ decode(weight, torch.float64).T
+    assert (found.double() - expected).norm() < BOUND * expected.norm()
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(5, 160), (70, 256)])
+def test_codes_times_copied_blocks(tokens: int, rows: int) -> None:
+    torch.manual_seed(0)
+    weight = encode(torch.randn(rows, 256, device=DEVICE), FP8_BLOCK)
+    codes, scales = round_groups(torch.randn(tokens, 256, device=DEVICE), 128)
+    codes = codes.view(torch.float8_e4m3fn)
+    out = torch.full((tokens, rows), torch.nan, device=DEVICE, dtype=DTYPE)
+    found = of_copied_blocks(codes, scales, weight, out)
     x = codes.double() * scales.double().repeat_interleave(128, 1)
     expected = x @ decode(weight, torch.float64).T
     assert (found.double() - expected).norm() < BOUND * expected.norm()

@@ -54,7 +54,8 @@ class Experts:
     router: [E, H], bias [E]. gate_up: [E, 2 I, H], bias [E, 2 I]. down: [E, H, I], bias [E, H]. gate_up and
     down are both unquantised, or both in narrow formats. clamp: None for silu(gate) * up.
     shared: an expert of all tokens, which the decoder computes itself. correction: [E], added to scores when
-    experts are chosen, not to their weights.
+    experts are chosen, not to their weights. rounds: activations of many rows are rounded where kernels take
+    them, see `kvant.weights.linear.multiply`.
     """
 
     routing: Routing
@@ -65,6 +66,7 @@ class Experts:
     clamp: Clamp | None = None
     shared: Shared | None = None
     correction: Tensor | None = None
+    rounds: bool = False
 
     @property
     def width(self) -> int:

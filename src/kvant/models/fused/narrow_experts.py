@@ -33,11 +33,12 @@ class NarrowExperts(nn.Module):
 
     gate_up_proj, down_proj: codes of all experts' rows; suffixes _scale and _zeros: see `NarrowWeight`.
     Biases keep transformers' names. alpha, limit: of a clamped activation, whose rows of gates and ups
-    alternate.
+    alternate. rounds: as in `Experts`.
     """
 
     def __init__(self, old: nn.Module, formats: tuple[WeightFormat, WeightFormat] | None) -> None:
         super().__init__()
+        self.rounds = False
         first, second = (getattr(old, name) for name in PRODUCTS)
         # gpt-oss stores [E, in, out] and has a clamped activation.
         self.clamped = hasattr(old, "alpha")
@@ -102,6 +103,7 @@ class NarrowExperts(nn.Module):
             (self.down, getattr(self, "down_proj_bias", None)),
             self.order,
             self.clamp,
+            rounds=self.rounds,
         )
         return self._kernels.apply_chosen(hidden, ids, weights, experts)
 

@@ -363,6 +363,7 @@ class _Reader:
             clamp=clamp,
             shared=shared,
             correction=correction,
+            rounds=isinstance(experts, NarrowExperts) and experts.rounds,
         )
 
     def _routing(self, module: Any, router: Any, count: int, mixture: Mixture) -> Routing:

@@ -36,6 +36,13 @@ class CopiedTile:
     warps: int = 8
     programs: int = 1
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of a launch."""
+        return {
+            "ROWS": self.rows, "DEPTH": self.depth, "STAGES": self.stages, "num_warps": self.warps,
+        }  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class CopiedTiles:
@@ -48,18 +55,22 @@ class CopiedTiles:
 
 def serves(experts: Experts, dtype: torch.dtype) -> bool:
     """Whether products here serve a layer: unquantised, no biases, no clamp, long and aligned rows."""
-    sides = experts.gate_up, experts.down
+    weights = experts.gate_up[0], experts.down[0]
+    whole = all(isinstance(one, Tensor) and one.is_contiguous() for one in weights)
+    return whole and serves_decoded(experts, dtype)
+
+
+def serves_decoded(experts: Experts, dtype: torch.dtype) -> bool:
+    """Whether products here serve a layer, if its weights are decoded first."""
     return (
         dtype in (torch.float16, torch.bfloat16)
         and experts.clamp is None
         and experts.order is GateOrder.HALVES
         and all(
-            isinstance(weight, Tensor)
-            and bias is None
-            and weight.is_contiguous()
+            bias is None
             and weight.shape[2] % 8 == 0  # descriptors want strides of 16 bytes
             and weight.shape[2] >= _SHORTEST
-            for weight, bias in sides
+            for weight, bias in (experts.gate_up, experts.down)
         )
     )
 
@@ -81,19 +92,20 @@ class Blocks:
     processors: int
     options: dict[str, Any]
 
-    def launch(
-        self, kernel: Any, tile: CopiedTile, out: Tensor, *given: Any, **constants: Any
-    ) -> Tensor:
-        """Launches a product for all blocks; returns out [pairs, columns], which the kernel writes."""
-        programs = len(self.table) * triton.cdiv(out.shape[1], tile.rows)
-        if tile.programs:
-            programs = min(programs, tile.programs * self.processors)
-        kernel[(programs,)](
-            *given, self.order, self.table, self.count, out, PAIRS=self.pairs, ROWS=tile.rows,
-            DEPTH=tile.depth, STAGES=tile.stages, STAYS=tile.programs > 0,
-            **constants, **self.options, num_warps=tile.warps,
-        )  # fmt: skip
-        return out
+    @property
+    def lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Order, table and count, as kernels take them."""
+        return self.order, self.table, self.count
+
+    def launch(self, kernel: Any, tiles: int, programs: int, *given: Any, **constants: Any) -> None:
+        """Launches a product that cuts each block into `tiles` tiles.
+
+        programs: per multiprocessor, which take tile after tile; 0: one for each tile.
+        """
+        count = len(self.table) * tiles
+        if programs:
+            count = min(count, programs * self.processors)
+        kernel[(count,)](*given, PAIRS=self.pairs, STAYS=programs > 0, **constants, **self.options)
 
 
 def list_blocks(
@@ -103,38 +115,58 @@ def list_blocks(
     pairs: int,
     processors: int,
     options: dict[str, Any],
+    first: int = 0,
 ) -> Blocks:
-    """Cuts pairs into blocks. order, ends: from `TritonExperts.sort`, int32 [pairs] and [E]."""
-    count = routing.num_experts
+    """Cuts pairs into blocks. order, ends: from `TritonExperts.sort`, int32 [pairs] and [E].
+
+    first: of the experts of `ends`, if that is a view of some of all experts' ends.
+    """
+    count = len(ends)
     most = len(order) // pairs + min(count, len(order))
     table, blocks = ends.new_empty(most, _EVERY), ends.new_empty(1)
     kernels.list_blocks[(count,)](
         ends, table, blocks, E=count, E_PAD=max(2, triton.next_power_of_2(count)), PAIRS=pairs,
-        **options, num_warps=1,
+        FOLLOWS=first > 0, **options, num_warps=1,
     )  # fmt: skip
     return Blocks(order, table, blocks, pairs, routing.top_k, processors, options)
 
 
-def gate_up(x: Tensor, experts: Experts, blocks: Blocks, tile: CopiedTile) -> Tensor:
-    """Computes activated gates and ups of x [T, H]: [pairs, I], in the order of the blocks."""
+def gate_up(
+    x: Tensor, experts: Experts, blocks: Blocks, tile: CopiedTile, out: Tensor | None = None
+) -> Tensor:
+    """Computes activated gates and ups of x [T, H]: [pairs, I], in the order of blocks; in out if given."""
     weight, _ = experts.gate_up
     assert isinstance(weight, Tensor)
-    both = weight.view(-1, experts.width, x.shape[1])
-    return blocks.launch(
-        kernels.gate_blocks, tile, x.new_empty(len(blocks.order), experts.width),
-        x, TensorDescriptor.from_tensor(both, [2, tile.rows, tile.depth]),
-        TOP_K=blocks.top_k, N=2 * experts.width, COLUMNS=x.shape[1],
+    both, width = weight.view(-1, experts.width, x.shape[1]), experts.width
+    out = x.new_empty(len(blocks.order), width) if out is None else out
+    blocks.launch(
+        kernels.gate_blocks, triton.cdiv(width, tile.rows), tile.programs,
+        x, TensorDescriptor.from_tensor(both, [2, tile.rows, tile.depth]), *blocks.lists, out,
+        TOP_K=blocks.top_k, N=2 * width, COLUMNS=x.shape[1], **tile.options,
     )  # fmt: skip
+    return out
 
 
-def down(h: Tensor, experts: Experts, blocks: Blocks, shares: Tensor, tile: CopiedTile) -> Tensor:
-    """Computes the weighted results [pairs, H] of h [pairs, I] from `gate_up`. shares: float32 [T, top_k]."""
+def down(
+    h: Tensor,
+    experts: Experts,
+    blocks: Blocks,
+    shares: Tensor,
+    tile: CopiedTile,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Computes the weighted results [pairs, H] of h [pairs, I] from `gate_up`; in out if given.
+
+    shares: float32 [T, top_k].
+    """
     weight, _ = experts.down
     assert isinstance(weight, Tensor)
     rows, columns = weight.shape[1:]
-    return blocks.launch(
-        kernels.down_blocks, tile, h.new_empty(len(h), rows),
+    out = h.new_empty(len(h), rows) if out is None else out
+    blocks.launch(
+        kernels.down_blocks, triton.cdiv(rows, tile.rows), tile.programs,
         TensorDescriptor.from_tensor(h, [blocks.pairs, tile.depth]),
         TensorDescriptor.from_tensor(weight.view(-1, columns), [tile.rows, tile.depth]), shares,
-        N=rows, COLUMNS=columns,
+        *blocks.lists, out, N=rows, COLUMNS=columns, **tile.options,
     )  # fmt: skip
+    return out

@@ -11,10 +11,12 @@ from kvant.models.fused.experts_kernels import _activated
 
 @triton.jit
 def list_blocks(
-    ends, table, count, E: tl.constexpr, E_PAD: tl.constexpr, PAIRS: tl.constexpr, AHEAD: tl.constexpr
+    ends, table, count, E: tl.constexpr, E_PAD: tl.constexpr, PAIRS: tl.constexpr, FOLLOWS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: lists one expert's blocks of PAIRS pairs. table: int32 [blocks, 4], the expert, its block's
-    first pair and the end of its pairs. count: int32 [1], all blocks; the last program writes it.
+    first pair and the end of its pairs. count: int32 [1], all blocks; the last program writes it. FOLLOWS:
+    another expert's end lies before `ends`.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -22,7 +24,7 @@ def list_blocks(
     expert = tl.program_id(0)
     e = tl.arange(0, E_PAD)
     end = tl.load(ends + e, mask=e < E, other=0)
-    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
+    begin = tl.load(ends + e - 1, mask=(e + FOLLOWS > 0) & (e < E), other=0)
     blocks = tl.where(e < E, (end - begin + PAIRS - 1) // PAIRS, 0)
     first = tl.sum(tl.where(e < expert, blocks, 0), 0)
     own = tl.sum(tl.where(e == expert, blocks, 0), 0)

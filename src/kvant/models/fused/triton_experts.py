@@ -21,15 +21,18 @@ from kvant.kernels.triton.device import (
     shared_memory_of_a_program,
 )
 from kvant.models.fused import experts_kernels as kernels
-from kvant.models.fused import resident_experts
+from kvant.models.fused import resident_experts, rounded_experts
 from kvant.models.fused.experts import Experts, GateOrder
 from kvant.models.fused.resident_experts import CopiedTile, CopiedTiles
+from kvant.models.fused.rounded_experts import RoundedTile, RoundedTiles
 from kvant.models.fused.routing import Routing, Scoring, route
-from kvant.weights.choose import LISTED, few_serves, warps_of_one
+from kvant.weights.choose import LISTED, few_serves, round_activations, warps_of_one
 from kvant.weights.codecs import NarrowStack
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs, Routed
 from kvant.weights.format import WHOLE
+from kvant.weights.linear import MOST_EXACT
+from kvant.weights.rounding import Rounding
 from kvant.weights.triton.product import layout
 
 MOST_FEW = 256
@@ -151,8 +154,15 @@ class TritonExperts:
         if is_single(choice, experts, x.dtype):
             h = self.one_gate_up(x, choice, experts)
             return self.one_down(h, choice, experts)
+        if self.rounds(x, experts):
+            return self.combine(self.rounded(x, choice, experts), x)
         multiply = self.few if x.shape[0] <= MOST_FEW else self.many
         return self.combine(multiply(x, choice, experts), x)
+
+    def rounds(self, x: Tensor, experts: Experts) -> bool:
+        """Whether activations x [T, H] are rounded to 8-bit floats."""
+        many = experts.rounds and x.shape[0] > MOST_EXACT and not self._invariant
+        return many and self._copies_tiles and rounded_experts.serves(experts, x.dtype)
 
     def choose(self, logits: Tensor, experts: Experts) -> Choice:
         """Chooses the experts of every token by any kind of routing. logits: [T, E]."""
@@ -477,6 +487,22 @@ class TritonExperts:
             )  # fmt: skip
         return parts
 
+    def rounded(
+        self, x: Tensor, choice: Choice, experts: Experts, tiles: RoundedTiles | None = None
+    ) -> Tensor:
+        """Computes weighted results [pairs, H] of x [T, H], rounded here, in products of 8-bit floats.
+
+        tiles: None chooses them.
+        """
+        tiles = tiles or _rounded_tiles(choice, experts)
+        rows = round_activations(x, Rounding(group=rounded_experts.BLOCK))
+        order, ends = self.sort(choice, experts.routing)
+        listed = resident_experts.list_blocks(
+            order, ends, experts.routing, tiles.pairs, self._processors, self._options
+        )
+        h = rounded_experts.gate_up(rows, experts, listed, tiles.up)
+        return rounded_experts.down(h, experts, listed, choice.weights, tiles.down, tiles.halves)
+
     def combine(self, parts: Tensor, like: Tensor) -> Tensor:
         """Sums weighted results [pairs, H] in the order of a token's experts; returns [T, H]."""
         tokens, width = like.shape
@@ -644,3 +670,14 @@ def _copied_tiles(choice: Choice, experts: Experts) -> CopiedTiles:
         )
         return CopiedTiles(64, up, down)
     return CopiedTiles(128, CopiedTile(128, stages=4, programs=0), CopiedTile(256))
+
+
+def _rounded_tiles(choice: Choice, experts: Experts) -> RoundedTiles:
+    """Returns tiles for products of 8-bit floats.
+
+    Measured for 128 experts of 2048 x 768 on an H200, gate and up, and down: 122 and 61 us for 512 tokens,
+    617 and 365 for 8,488. With 16 bits they took 204 and 103, and 841 and 395.
+    """
+    if choice.pairs <= 96 * experts.routing.num_experts:
+        return RoundedTiles(64, RoundedTile(4, 4), RoundedTile(4, 4, programs=2), halves=1)
+    return RoundedTiles(128, RoundedTile(4, 8), RoundedTile(3, 8, programs=1), halves=2)

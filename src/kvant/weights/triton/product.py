@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvant.kernels.triton.device import arrivals, has_ptx, multiprocessors
-from kvant.weights.codecs import NarrowWeight, decode, pick_rows
+from kvant.kernels.triton.device import arrivals, has_ptx, has_tile_copies, multiprocessors
+from kvant.weights.codecs import NarrowStack, NarrowWeight, decode, pick_rows, rows_of
 from kvant.weights.format import Q4_1, Q4_K, Q6_K, WHOLE, Code, Scale
 from kvant.weights.triton import block_kernels, kernels
 from kvant.weights.triton.decode import E2M1, E4M3, INT4, INT8
@@ -135,6 +136,15 @@ def decoded(weight: NarrowWeight, out: Tensor) -> Tensor:
     return out
 
 
+def decoded_stack(stack: NarrowStack, first: int, count: int, dtype: torch.dtype) -> Tensor:
+    """Decodes `count` weights of a stack, from `first` on: [count, rows, columns] in this dtype."""
+    rows, columns = stack.shape[1:]
+    some = rows_of(stack.whole, first * rows, count * rows)
+    out = torch.empty(count, rows, columns, dtype=dtype, device=some.device)
+    decoded(some, out.view(-1, columns))
+    return out
+
+
 def rows_decoded(weight: NarrowWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Decodes rows [n] of a weight in groups of inputs; returns [n, columns] in this dtype."""
     if weight.format in _BLOCKS:
@@ -201,11 +211,28 @@ def of_blocks(x: Tensor, scales: Tensor, weight: NarrowWeight, out: Tensor) -> T
 
     scales: [T, columns / 128] float32, of `round_groups`.
     """
+    if has_tile_copies(x.device):
+        return of_copied_blocks(x, scales, weight, out)
     tokens, (n, columns) = x.shape[0], weight.shape
     wide = 128 if tokens > 64 else 64
     kernels.product_of_blocks[(triton.cdiv(n, 128), triton.cdiv(tokens, wide))](
         x, scales, weight.codes.view(torch.float8_e4m3fn), weight.scales, None, out, tokens, n, columns,
         weight.scales.stride(0), TOKENS=wide, STAGES=4, BIAS=False, num_warps=8 if wide == 128 else 4,
+    )  # fmt: skip
+    return out
+
+
+def of_copied_blocks(x: Tensor, scales: Tensor, weight: NarrowWeight, out: Tensor) -> Tensor:
+    """Implements `of_blocks`, [T, rows] of x [T, columns], with tiles of the tensor memory accelerator.
+
+    Tiles of 64 x 128 were the fastest for 128, 512 and 8,488 rows on an H200: two programs run on each
+    multiprocessor. 8,488 x 2,048 x 5,120 took 211 us instead of 252.
+    """
+    tokens, (n, columns) = x.shape[0], weight.shape
+    kernels.copied_product_of_blocks[(triton.cdiv(n, 128), triton.cdiv(tokens, 64))](
+        TensorDescriptor.from_tensor(x, [64, 128]), scales,
+        TensorDescriptor.from_tensor(weight.codes.view(torch.float8_e4m3fn), [128, 128]), weight.scales,
+        out, tokens, n, columns, TOKENS=64, STAGES=4, num_warps=4,
     )  # fmt: skip
     return out
 

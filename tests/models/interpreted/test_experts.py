@@ -214,6 +214,33 @@ def test_narrow_experts_are_those_of_their_decoded_weights(
     assert close(invariant.apply_chosen(x, choice.ids, choice.weights, narrow), summed)
 
 
+# The last part has fewer experts, and one expert has no pairs.
+@pytest.mark.parametrize("fmt", NARROW, ids=lambda fmt: fmt.summary.replace(" ", "-"))
+def test_narrow_experts_with_many_pairs_are_decoded_in_parts(
+    fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float16
+    count, top_k, hidden, width = 5, 2, 128, 128
+    stacks = [
+        encode_stack(normal(count, *shape, scale=shape[1] ** -0.5), fmt)
+        for shape in ((2 * width, hidden), (hidden, width))
+    ]
+    numbers = [decode(one.whole, torch.float64).view(one.shape) for one in stacks]
+    narrow, exact = (
+        replace(make(count, top_k, SILU, dtype), gate_up=(up, None), down=(down, None))
+        for up, down in (stacks, numbers)
+    )
+    monkeypatch.setattr(triton_experts, "MOST_DECODED", 2 * 2 * width * hidden)
+    monkeypatch.setattr(triton_experts, "_FEWEST_DECODED", 4)
+    made = TritonExperts(DEVICE)
+    monkeypatch.setattr(made, "_copies_tiles", True)
+    ids = torch.stack([torch.tensor([i % 4, (i + 1) % 4]) for i in range(23)]).to(DEVICE)
+    choice = Choice(ids.to(torch.int32), torch.rand(23, top_k, device=DEVICE))
+    x = normal(23, hidden, dtype=dtype)
+    assert made._decodes(x, choice, narrow)
+    assert close(made.many(x, choice, narrow), results(x, choice, exact))
+
+
 # The last needs more chunks of pairs than a program sums at a time, and more experts.
 @pytest.mark.parametrize(
     ("pairs", "count", "chunk"),

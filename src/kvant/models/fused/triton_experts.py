@@ -5,7 +5,7 @@ No launch depends on the router's choice, so CUDA graphs replay with any choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,17 +23,17 @@ from kvant.kernels.triton.device import (
 from kvant.models.fused import experts_kernels as kernels
 from kvant.models.fused import resident_experts, rounded_experts
 from kvant.models.fused.experts import Experts, GateOrder
-from kvant.models.fused.resident_experts import CopiedTile, CopiedTiles
+from kvant.models.fused.resident_experts import Blocks, CopiedTile, CopiedTiles
 from kvant.models.fused.rounded_experts import RoundedTile, RoundedTiles
 from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.weights.choose import LISTED, few_serves, round_activations, warps_of_one
 from kvant.weights.codecs import NarrowStack
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Pairs, Routed
-from kvant.weights.format import WHOLE
+from kvant.weights.format import MOST_DECODED, WHOLE
 from kvant.weights.linear import MOST_EXACT
 from kvant.weights.rounding import Rounding
-from kvant.weights.triton.product import layout
+from kvant.weights.triton.product import decoded_stack, layout
 
 MOST_FEW = 256
 """Maximum number of tokens for products with weights as the first operand: memory is their bound.
@@ -114,6 +114,9 @@ _MOST_SINGLE = 2
 
 _MOST_KEYS = 256
 """Maximum number of experts among which a program of a product chooses."""
+
+_FEWEST_DECODED = 256
+"""Minimum number of an expert's pairs, on average, for which narrow weights are decoded before products."""
 
 _FIXED_TILE = ManyTile(64, 64)
 _FIXED_NARROW = FewTile(64)
@@ -455,6 +458,8 @@ class TritonExperts:
         tiles: for gate and up, and for down; None chooses them.
         """
         if experts.is_narrow:
+            if self._decodes(x, choice, experts):
+                return self._decoded(x, choice, experts)
             return self._sorted(x, choice, experts, _narrow_tile(choice, experts))
         order, ends = self.sort(choice, experts.routing)
         if tiles is None and self._copies_tiles and resident_experts.serves(experts, x.dtype):
@@ -502,6 +507,31 @@ class TritonExperts:
         )
         h = rounded_experts.gate_up(rows, experts, listed, tiles.up)
         return rounded_experts.down(h, experts, listed, choice.weights, tiles.down, tiles.halves)
+
+    def _decodes(self, x: Tensor, choice: Choice, experts: Experts) -> bool:
+        """Whether each narrow weight is decoded once, not in every tile: experts have many pairs."""
+        many = choice.pairs >= _FEWEST_DECODED * experts.routing.num_experts
+        return many and self._copies_tiles and resident_experts.serves_decoded(experts, x.dtype)
+
+    def _decoded(self, x: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        """Implements `many` for narrow weights, which are decoded some experts at a time."""
+        tiles, (order, ends) = _copied_tiles(choice, experts), self.sort(choice, experts.routing)
+        h = x.new_empty(choice.pairs, experts.width)
+        parts = x.new_empty(choice.pairs, x.shape[1])
+
+        def listed(first: int, count: int) -> Blocks:
+            return resident_experts.list_blocks(
+                order, ends[first : first + count], experts.routing, tiles.pairs, self._processors,
+                self._options, first,
+            )  # fmt: skip
+
+        for first, weights in _in_parts(experts.gate_up[0], x.dtype):
+            some, blocks = replace(experts, gate_up=(weights, None)), listed(first, len(weights))
+            resident_experts.gate_up(x, some, blocks, tiles.up, h)
+        for first, weights in _in_parts(experts.down[0], x.dtype):
+            some, blocks = replace(experts, down=(weights, None)), listed(first, len(weights))
+            resident_experts.down(h, some, blocks, choice.weights, tiles.down, parts)
+        return parts
 
     def combine(self, parts: Tensor, like: Tensor) -> Tensor:
         """Sums weighted results [pairs, H] in the order of a token's experts; returns [T, H]."""
@@ -575,6 +605,15 @@ def _routed(experts: Experts, dtype: torch.dtype) -> Routed | None:
     return Routed(
         routing.num_experts, first, routing.renormalise or not first, rounded=routing.rounded
     )
+
+
+def _in_parts(stack: Tensor | NarrowStack, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yields the first expert of each part of a narrow stack, and its weights, decoded."""
+    assert isinstance(stack, NarrowStack)
+    count, rows, columns = stack.shape
+    step = max(1, MOST_DECODED // (rows * columns))
+    for first in range(0, count, step):
+        yield first, decoded_stack(stack, first, min(step, count - first), dtype)
 
 
 def _padded(count: int) -> int:

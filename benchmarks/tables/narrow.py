@@ -18,7 +18,7 @@ _MODELS = {
     "Qwen3-8B, GGUF as Q8_0": ("Qwen3-8B, GGUF as Q8_0", None, None),
     "Qwen3-30B-A3B, bfloat16": ("qwen3-30b-a3b", None, None),
     "Qwen3-30B-A3B, fp8 in blocks": (
-        "Qwen3-30B-A3B, fp8 blocks as stored, one row folded", 550, None,
+        "Qwen3-30B-A3B, fp8 blocks as stored, experts chosen in products", 550, None,
     ),
     "gpt-oss-20b, bfloat16": ("gpt-oss-20b", None, None),
     "gpt-oss-20b, mxfp4": ("gpt-oss-20b, mxfp4 as stored, one checkpoint with vLLM", 450, 4500),

@@ -172,12 +172,35 @@ def expert_tiles(data: Any) -> Cells:
     return lines
 
 
+@table("experts-fp8", "h200-experts-fp8.json", "h200-expert-tiles.json")
+def experts_fp8(narrow: Any, wide: Any) -> Cells:
+    """Returns the fastest tiles of both kinds of weights."""
+    lines = [["tokens", "product", "bfloat16, us", "fp8, us", "fp8, TFLOP/s", "fp8, TB/s"]]
+    for tokens in (8488, 512):
+        best = narrow["best"][str(tokens)]
+        for place, product in enumerate(("up", "down")):
+            us = best["us"][place]
+            copied = min(
+                float(row["us"])
+                for row in wide["rows"]
+                if (row["tokens"], row["product"]) == (tokens, product)
+                and row["tile"].startswith("copied")
+            )
+            weights = 128 * 2048 * 768 * (2 - place)
+            flops = 2 * tokens * 8 * weights / 128
+            name = {"up": "gates and ups", "down": "down"}[product]
+            lines.append(
+                [f"{tokens:,}", name, f"{copied:.0f}", f"{us:.0f}", f"{flops / us / 1e6:.0f}",
+                 f"{weights / us / 1e6:.2f}"]
+            )  # fmt: skip
+    return lines
+
+
 _ONE_REQUEST = {
     "q, k and v": ("few_rows#4",),
-    "attention and rotation": ("paged_attention#1", "combine#1", "rotate_and_store"),
+    "attention and rotation": ("paged_attention", "combine#1"),
     "output": ("few_rows#1",),
     "router": ("one_row#1",),
-    "experts chosen": ("route#1",),
     "gate and up of 8 experts": ("few_rows#2",),
     "down of 8 experts": ("few_rows#3",),
 }

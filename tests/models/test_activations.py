@@ -83,6 +83,11 @@ def test_a_declaration_that_cannot_be_followed_is_explained(
     assert why in found.activations_because
 
 
+def test_gpus_after_hopper_round() -> None:
+    facts = facts_of(BLOCKS, device=DeviceFacts(DeviceKind.CUDA, "sm_100"))
+    assert choose(facts).activations is Activations.FP8
+
+
 MOE = json.loads((Path(__file__).parents[1] / "configs" / "qwen3-30b-a3b.json").read_text())
 
 

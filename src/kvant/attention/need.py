@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -45,6 +46,12 @@ class DeviceFacts:
     arch: str = ""
     has_bf16: bool = True
     has_avx2: bool = True
+
+    @property
+    def capability(self) -> int:
+        """Returns the compute capability of an NVIDIA GPU, 90 for "sm_90a", and 0 for other devices."""
+        match = re.fullmatch(r"sm_(\d+)[a-z]?", self.arch)
+        return int(match.group(1)) if self.kind is DeviceKind.CUDA and match else 0
 
 
 @dataclass(frozen=True, slots=True)

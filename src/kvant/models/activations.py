@@ -12,6 +12,7 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import Stored, declared_activations, lists_experts
 from kvant.weights.format import FP8_BLOCK, Code, Scale
 
+_OLDEST = 89
 _FP8 = (Activations.FP8, Activations.FP8_STATIC)
 _STATIC = "by the scale that the checkpoint has for each layer, in steps of more than 64 tokens"
 _DYNAMIC = "by token, or by 128 inputs with weights in blocks, in steps of more than 64 tokens"
@@ -87,7 +88,7 @@ def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations)
     """Returns why products cannot round activations to 8-bit floats as asked, or None."""
     static = asked is Activations.FP8_STATIC
     device = facts.device
-    if device.kind is not DeviceKind.CUDA or device.arch < "sm_89":
+    if device.capability < _OLDEST:
         return "8-bit floats are multiplied on NVIDIA GPUs from compute capability 8.9 on"
     if facts.compute is not ComputeDtype.BFLOAT16:
         return f"products of 8-bit floats give bfloat16, and the model computes in {facts.compute.value}"

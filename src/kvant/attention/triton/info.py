@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from kvant.attention.need import BackendInfo, DeviceKind, Need
 from kvant.attention.triton.formats import SERVED
 from kvant.kv.dtype import ComputeDtype
@@ -67,8 +65,7 @@ def _refuse_device(need: Need) -> str | None:
     if device.kind is DeviceKind.CPU:
         return "Triton compiles for GPUs only"
     if device.kind is DeviceKind.CUDA:
-        match = re.fullmatch(r"sm_(\d+)[a-z]?", device.arch)
-        if match is None or int(match.group(1)) < _OLDEST_NVIDIA:
+        if device.capability < _OLDEST_NVIDIA:
             return f"the kernels need sm_{_OLDEST_NVIDIA} or later, not {device.arch or 'unknown'}"
         return None
     if device.arch not in _AMD:

@@ -238,6 +238,23 @@ def test_a_gated_norm(rows: int) -> None:
     torch.testing.assert_close(out, normed * F.silu(gate.reshape(-1, width)), rtol=1e-5, atol=1e-5)
 
 
+def test_a_gated_norm_has_one_tile_where_rows_must_be_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched: list[tuple[int, int]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *_, ROWS, num_warps, **__: launched.append((ROWS, num_warps))
+
+    monkeypatch.setattr(kernels, "_gated_norm", Kernel())
+    for rows in (1, 4096):
+        x = torch.empty(rows, 16, device=DEVICE)
+        kernels.gated_norm(x, x, x[0], 1e-6, alike=True)
+    assert len(launched) == 2
+    assert launched[0] == launched[1], "the tile decides in which order a row's sum is added"
+
+
 @pytest.mark.parametrize(("processors", "crowd"), [(1000, 15), (1, 1000), (1, 1)])
 @pytest.mark.parametrize(("key_heads", "values", "keys"), [(1, 16, 32), (2, 40, 24), (2, 72, 24)])
 def test_a_token_between_the_products(

@@ -151,15 +151,17 @@ def _tiling(state: Stored, cu_seqlens: Tensor | None) -> dict[str, Any]:
     }
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, alike: bool = False
+) -> Tensor:
     """Returns the RMS norm of rows times silu(gate), rounded as transformers' gated norms of Qwen round.
 
     x: [n, width], contiguous. gate: [m, n / m * width], rows of any stride. weight: [width].
-    Returns [n, width] in x's dtype.
+    alike: a row's sum is added in one order for any n. Returns [n, width] in x's dtype.
     """
     count, width = x.shape
     out = torch.empty_like(x)
-    together = 16 if count >= 4096 else 1  # single rows fill the device sooner
+    together = 16 if count >= 4096 and not alike else 1  # single rows fill the device sooner
     _gated_norm[(triton.cdiv(count, together),)](
         x, gate, gate.stride(0), weight, out, eps, count,
         EACH=count // len(gate), WIDTH=width, WIDE=triton.next_power_of_2(width), ROWS=together,

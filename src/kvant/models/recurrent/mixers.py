@@ -261,7 +261,8 @@ class GatedDeltaNet(_DeltaRule):
         if kernels:
             from kvant.models.recurrent.kernels import gated_norm
 
-            normed = gated_norm(out, z, norm.weight, norm.variance_epsilon)
+            alike = states.packed.singly
+            normed = gated_norm(out, z, norm.weight, norm.variance_epsilon, alike=alike)
         else:
             normed = norm(out, z.reshape(-1, self.values))
         return normed.reshape(len(qkv), -1)

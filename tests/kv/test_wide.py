@@ -120,6 +120,13 @@ def test_what_names_no_side_is_refused(text: str) -> None:
         parse_sides(text, asked_by="--kv-recent-dtype")
 
 
+@pytest.mark.parametrize("text", ["k=bf16/int8", "k=bf16,v=int8", "v=k=bf16"])
+def test_one_side_has_one_format(text: str) -> None:
+    with pytest.raises(BadValue, match="more than one format") as caught:
+        parse_sides(text, asked_by="--kv-recent-dtype")
+    assert "K/V" in str(caught.value)
+
+
 def test_a_side_that_is_not_wide_shares_what_its_rows_are_encoded_with() -> None:
     plan = planned(INT4, "0:k=fp8,v=int4_per_token_head", stored=one_side("v"))
     pool = KVPool(plan, 4, device=torch.device("cpu"), scales={(0, Side.K): torch.tensor([2.0])})

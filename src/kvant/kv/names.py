@@ -136,6 +136,12 @@ def parse_sides(text: str, *, asked_by: str) -> SideRequests:
             f"{asked_by}: {text!r} names no side",
             why="it is F, K/V, k=F for keys or v=F for values",
         )
+    if any(mark in name for mark in "/,="):
+        raise BadValue(
+            f"{asked_by}: {text!r} names more than one format",
+            why=f"{side}=F stores one side wide, in one format",
+            ways_out=(WayOut("name both sides as K/V, such as bfloat16/int8_per_token_head"),),
+        )
     one = parse_one(name, asked_by=asked_by)
     return SideRequests(one, None) if side == "k" else SideRequests(None, one)
 

@@ -104,6 +104,14 @@ def test_experts_in_blocks_round_on_hopper_gpus() -> None:
     assert "experts round activations on Hopper GPUs" in rows.activations_because
 
 
+def test_a_plan_says_that_experts_are_not_rounded_by_token() -> None:
+    facts = facts_of(quantization=Quantization.FP8_DYNAMIC)
+    dense = choose(facts).activations_because
+    assert "experts" not in dense
+    moe = choose(replace(facts, config=MOE, geometry=read_geometry(MOE)))
+    assert moe.activations_because == f"{dense}; products with experts take 16 bits"
+
+
 def test_weights_without_a_declaration_take_16_bits() -> None:
     found = choose(facts_of(compressed()))
     assert (found.activations, found.activations_because) == (None, "")

@@ -62,6 +62,8 @@ def _decide(
         return replace(forward, activations=asked, activations_because=because)
     if method is not None and method.rounds_activations:
         because = f"fp8 {_DYNAMIC}, from --quantization {method.value}"
+        if lists_experts(facts.config):
+            because += "; products with experts take 16 bits"
         return replace(forward, activations=Activations.FP8, activations_because=because)
     said = declared_activations(facts.config) if stored is None else stored.activations
     if not said:

@@ -250,6 +250,23 @@ def test_several_ranks_keep_no_room_for_a_head_that_they_do_not_round() -> None:
     assert two == 2 * 64 * 2 * 96
 
 
+def test_room_for_decoded_experts_is_kept_on_hopper_gpus() -> None:
+    geometry = tiny.geometry("llama")
+    config = {
+        "model_type": "qwen3_moe", **SIZES, "num_experts": 32, "moe_intermediate_size": 256,
+        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    }  # fmt: skip
+    hopper = replace(GPU, arch="sm_90")
+    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, hopper)
+    assert facts.stored is not None
+    assert facts.scratch_bytes == 2 * 32 * 2 * 256 * 64
+    few = 2 * 64 * 2 * 96
+    assert replace(facts, device=replace(GPU, arch="sm_80")).scratch_bytes == few
+    assert replace(facts, batch_invariant=True).scratch_bytes == few
+    many = replace(facts, config=config | {"num_experts": 1 << 14})
+    assert many.scratch_bytes == 2 << 27, "experts are decoded in parts"
+
+
 def test_a_gpu_computes_in_16_bits_with_rounded_weights() -> None:
     check_quantization(Quantization.INT4, GPU, ComputeDtype.BFLOAT16)
     check_quantization(Quantization.INT4, GPU, ComputeDtype.FLOAT16)

@@ -14,6 +14,7 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import (
     Stored,
     decoded_here,
+    numbers_of_experts,
     read_blocks,
     read_stored,
     refuse_rounding,
@@ -47,7 +48,7 @@ class ForwardFacts:
     def scratch_bytes(self) -> int:
         """Bytes of the largest narrow weight after decoding, for products of many rows on a GPU.
 
-        A rounded head is decoded in parts.
+        A rounded head is decoded in parts, and so are experts, which only Hopper GPUs decode.
         """
         if not self.has_narrow:
             return 0
@@ -62,7 +63,9 @@ class ForwardFacts:
         of_layers = hidden * max(heads, 2 * int(inner or 4 * hidden))
         rounds_head = self.quantization is not None and self.num_ranks == 1
         head = min(hidden * self.geometry.vocab_size, MOST_DECODED) if rounds_head else 0
-        return 2 * max(of_layers, head)
+        decodes = self.device.arch == "sm_90" and not self.batch_invariant
+        experts = min(numbers_of_experts(self.config), MOST_DECODED) if decodes else 0
+        return 2 * max(of_layers, head, experts)
 
     @property
     def stored(self) -> Stored | None:

@@ -333,6 +333,19 @@ def lists_experts(config: Mapping[str, Any]) -> bool:
     return any(section.get(field) for section in sections for field in EXPERT_FIELDS)
 
 
+def numbers_of_experts(config: Mapping[str, Any]) -> int:
+    """Returns how many numbers the gates and ups of a layer's experts have; 0 if no prompt decodes them.
+
+    Clamped experts, those of gpt-oss, are decoded in tiles alone.
+    """
+    text = text_section(config)
+    if text.get("model_type") not in _ROUNDED - {"gpt_oss"}:
+        return 0
+    sizes = EXPERT_FIELDS, ("moe_intermediate_size", "intermediate_size"), ("hidden_size",)
+    count, width, hidden = (next((text[f] for f in one if text.get(f)), 0) for one in sizes)
+    return 2 * count * width * hidden
+
+
 def _fp8(fields: Fields) -> Stored | NotStored:
     """Reads DeepSeek's and Qwen's FP8: scales by block or matrix; activations in fp8 by token or layer."""
     block = fields.integers("weight_block_size", least=1)

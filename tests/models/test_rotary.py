@@ -140,6 +140,30 @@ def test_an_unknown_rotary_type_is_refused_in_the_plan_by_name() -> None:
         read_geometry(config)
 
 
+@pytest.mark.parametrize(
+    ("rope", "agrees"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}, True),
+        ({"rope_type": "yarn", "factor": 4}, True),
+        ({"type": "yarn", "factor": 4.0}, True),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}, False),
+        ({"rope_type": "yarn", "factor": 2.0}, False),
+        ({"rope_type": "linear", "factor": 4.0}, False),
+    ],
+)
+def test_both_names_of_a_rotary_section_may_say_the_same(
+    rope: dict[str, Any], agrees: bool
+) -> None:
+    given = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    config = {**configs.tiny("llama"), "rope_theta": 10000.0, "rope_parameters": given}
+    config["rope_scaling"] = rope
+    if agrees:
+        read_geometry(config)
+        return
+    with pytest.raises(BadCheckpoint, match="rope_parameters is its newer name"):
+        read_geometry(config)
+
+
 @pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("full_attention",)])
 def test_several_moving_types_are_refused_in_the_plan(kinds: tuple[str, ...]) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0}

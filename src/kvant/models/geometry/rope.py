@@ -105,7 +105,7 @@ def check_rotary(fields: Fields, *, by_kind: bool) -> None:
     """
     sections, model_type = _sections(fields), fields.text("model_type")
     both = [fields.raw(name) for name in ("rope_parameters", "rope_scaling") if fields.raw(name)]
-    if len(both) == 2 and both[0] != both[1]:
+    if len(both) == 2 and _completed(fields, both[0]) != _completed(fields, both[1]):
         raise fields.bad(
             "rope_scaling", "rope_parameters is its newer name, and says something else"
         )
@@ -150,6 +150,14 @@ def check_rotary(fields: Fields, *, by_kind: bool) -> None:
                 raise section.bad(name, f"rotary type {kind} needs it")
         if kind in ("yarn", "llama3") and section.is_null("original_max_position_embeddings"):
             raise section.bad("original_max_position_embeddings", f"rotary type {kind} needs it")
+
+
+def _completed(fields: Fields, rope: Any) -> Any:
+    """Returns a rotary section with its type and rope_theta where transformers looks for them."""
+    if not isinstance(rope, Mapping):
+        return rope
+    said = {"rope_type": rope.get("type", "default"), "rope_theta": fields.raw("rope_theta")}
+    return said | {name: value for name, value in rope.items() if name != "type"}
 
 
 def _check_factors(fields: Fields, section: Fields) -> None:

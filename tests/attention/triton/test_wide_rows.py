@@ -96,6 +96,16 @@ def test_one_wide_side_is_joined_by_another_launch_too(
     check(SPLIT, sequences=((100, 1), (64, 1)), wide=rows(4, 20, sides=sides), v=INT4)
 
 
+@pytest.mark.parametrize("sides", ["k", "v", "kv"])
+def test_queries_are_rotated_once_for_both_forms(
+    sides: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned, rotate = [], both_decode.rotate
+    monkeypatch.setattr(both_decode, "rotate", lambda *given: turned.append(0) or rotate(*given))
+    check(SPLIT, sequences=DECODES, wide=rows(4, 20, sides=sides), v=INT4)
+    assert len(turned) == 1
+
+
 @pytest.mark.parametrize("bounds", [{"MOST_JOINED": 0}, {"FEWEST_JOINED": 1}, {"MOST_SCANNED": 0}])
 def test_parts_are_joined_by_either_kernel(
     bounds: dict[str, int], monkeypatch: pytest.MonkeyPatch

@@ -85,7 +85,9 @@ def attend(cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) ->
         multiprocessors=sms,
         rotated=True,
     )
-    narrow_q, wide_q = (_prepared(q, rotated=f.rotated) for f in (k, wide_k))
+    narrow_q = _prepared(q, rotated=k.rotated)
+    alike = k.rotated == wide_k.rotated
+    wide_q = narrow_q if alike else _prepared(q, rotated=wide_k.rotated)
     wide_step = step.of(cache.wide_group)
     out = q.new_empty(tokens, q_heads, head_v)
     blocks = num_seqs * heads

@@ -416,3 +416,41 @@ def test_a_declaration_of_a_wrong_kind_is_refused_in_planning_and_at_start(
     with pytest.raises(BadCheckpoint, match=re.escape(says)) as refused:
         LLM(path)
     assert refused.value.ways_out
+
+
+@pytest.mark.parametrize(
+    ("dialect", "changes"),
+    [
+        # As llm-compressor writes nvfp4: inputs are rounded by block, with a static scale of the matrix.
+        (
+            "ct nvfp4",
+            {
+                "input_activations": {
+                    "dynamic": "local", "group_size": 16, "num_bits": 4, "strategy": "tensor_group",
+                    "symmetric": True, "type": "float",
+                }
+            },
+        ),
+        ("ct int4", {"weights": {"actorder": False}}),
+        ("ct int4", {"weights": {"actorder": "weight"}}),
+    ],
+)  # fmt: skip
+def test_declarations_of_published_checkpoints_are_planned_and_start(
+    dialect: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect)
+    config = json.loads((path / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    for name, values in changes.items():
+        group[name] = {**group.get(name, {}), **values}
+    (path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(path / "model.safetensors")
+    if "input_activations" in changes:
+        for name in list(tensors):
+            if name.endswith(".weight_packed"):
+                of_inputs = name.replace("weight_packed", "input_global_scale")
+                tensors[of_inputs] = torch.tensor([100.0])
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    for device in (DeviceFacts(DeviceKind.CPU), GPU):
+        assert plan_of(PlanRequest(str(path), device)).can_run
+    LLM(path, kv_cache_memory="1MiB")

@@ -442,7 +442,9 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
         groups.append((targets_chosen(group), scheme))
         if inputs is not None:
             kind = "floats" if inputs.text("type") == "float" else "integers"
-            when = "dynamic" if inputs.flag("dynamic", False) else "static"
+            # "local" ones are rounded by block, with a static scale of the matrix.
+            is_local = inputs.given("dynamic") == "local"
+            when = "dynamic" if is_local or inputs.flag("dynamic", False) else "static"
             declared.append(f"{inputs.integer('num_bits', most=16)}-bit {kind}, {when}")
     if not groups:
         return None  # it describes only the KV cache
@@ -468,8 +470,8 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
     bits, kind, strategy = (
         weights.integer("num_bits", most=16), weights.text("type"), weights.text("strategy"),
     )  # fmt: skip
-    actorder = weights.text("actorder")
-    if actorder not in (None, "static", "weight"):
+    actorder = weights.given("actorder")
+    if actorder not in (None, False, "static", "weight"):
         return NotStored(f"inputs are reordered by actorder {shown(actorder)}")
     group = weights.optional_integer("group_size", least=-1)
     if kind == "float" and bits == 8 and layout in ("float-quantized", "naive-quantized"):

@@ -72,6 +72,8 @@ def test_a_prompt_that_only_ends_like_a_models_name_is_a_prompt(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadValue, match=r"model\.gguf is a model"):
         _refuse_models(["model.gguf"])
+    with pytest.raises(BadValue, match="smollm2 is a model"):
+        _refuse_models(["smollm2", "Hello"])
 
 
 def test_several_prompts_are_answered_in_their_order(path: Path, llm: LLM) -> None:

@@ -15,6 +15,7 @@ from kvant.cli import model_options
 from kvant.cli.configured import configured
 from kvant.cli.streams import writes_utf8
 from kvant.errors import BadValue, WayOut
+from kvant.models.demo import DEMO_NAME
 from kvant.models.directory import CONFIG_NAME
 from kvant.plan.config import EngineOptions
 from kvant.plan.settings import Settings
@@ -137,7 +138,8 @@ def _refuse_models(prompts: list[str]) -> None:
     for text in prompts:
         # A text may be longer than a name: os.path answers for those too.
         is_file = text.endswith(".gguf") and os.path.isfile(text)
-        if is_file or (text and os.path.isfile(os.path.join(text, CONFIG_NAME))):
+        is_directory = bool(text) and os.path.isfile(os.path.join(text, CONFIG_NAME))
+        if text == DEMO_NAME or is_file or is_directory:
             raise BadValue(
                 f"kvant generate takes prompts, and {text} is a model",
                 why="its arguments are texts that a model continues",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown, text_section
@@ -236,8 +236,11 @@ def _check_words(fields: Fields) -> None:
                 raise section.bad("group_size", "a group has at least one input")
         order = weights.given("actorder")
         if order in (True, "group"):
-            why = "inputs are reordered (act-order), and no product takes reordered inputs"
-            raise weights.bad("actorder", why)
+            raise BadCheckpoint(
+                weights.bad("actorder", "").what,
+                why="inputs are reordered (act-order), and no product takes reordered inputs",
+                ways_out=(WayOut("choose a checkpoint whose actorder is weight or null"),),
+            )
         if order is not False:
             _check_word(weights, "actorder", ("weight", "static"))
 
@@ -470,9 +473,6 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
     bits, kind, strategy = (
         weights.integer("num_bits", most=16), weights.text("type"), weights.text("strategy"),
     )  # fmt: skip
-    actorder = weights.given("actorder")
-    if actorder not in (None, False, "static", "weight"):
-        return NotStored(f"inputs are reordered by actorder {shown(actorder)}")
     group = weights.optional_integer("group_size", least=-1)
     if kind == "float" and bits == 8 and layout in ("float-quantized", "naive-quantized"):
         if strategy == "block":

@@ -6,9 +6,11 @@ matrices, the smallest tensors first, up to `MOST_BYTES`. It says how many it le
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from kvant.errors import BadCheckpoint, ConfigError, WayOut
 from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
@@ -60,12 +62,17 @@ def _audit(audit: WeightAudit, directory: Path) -> WeightAudit:
         for name, entry in header.tensors.items()
         if name in wanted
     ]
-    room, found = MOST_BYTES, {}
+    room, by_file = MOST_BYTES, defaultdict[Path, list[TensorEntry]](list)
     for entry, path in sorted(entries, key=lambda one: one[0].num_bytes):
         room -= entry.num_bytes
         if room < 0:
             break
-        found[entry.name] = _fault(entry, path)
+        by_file[path].append(entry)
+    found = {}
+    for path, chosen in by_file.items():
+        with path.open("rb") as file:
+            for entry in sorted(chosen, key=lambda one: one.begin):
+                found[entry.name] = _fault(entry, file)
     uses = []
     for one in audit.tensors:
         fault = found.get(one.name)
@@ -85,12 +92,11 @@ def _is_read(one: TensorUse) -> bool:
     return is_used and one.role in _SCALES and one.dtype in _BITS
 
 
-def _fault(entry: TensorEntry, path: Path) -> BadCheckpoint | None:
+def _fault(entry: TensorEntry, file: BinaryIO) -> BadCheckpoint | None:
     import numpy as np
 
-    with path.open("rb") as file:
-        file.seek(entry.begin)
-        data = file.read(entry.num_bytes)
+    file.seek(entry.begin)
+    data = file.read(entry.num_bytes)
     kind, limit = _BITS[entry.dtype]
     bits = np.frombuffer(data, dtype=kind)
     if entry.dtype == "U8":

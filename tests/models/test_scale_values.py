@@ -1,4 +1,4 @@
-"""`kvant plan` reads the values of scales, and refuses those that a start refuses."""
+"""Tests that `kvant plan` refuses scales with NaN, zero and other values that no engine takes."""
 
 from __future__ import annotations
 

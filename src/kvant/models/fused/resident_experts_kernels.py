@@ -40,6 +40,13 @@ def list_blocks(
 
 
 @triton.jit
+def read_block(table, block):
+    """Returns the expert, the first pair and the end of the pairs of a block that `list_blocks` listed."""
+    at = table + block * 4
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
 def gate_blocks(
     x, weight, order, table, count, out,
     TOP_K: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
@@ -62,10 +69,7 @@ def gate_blocks(
     if not STAYS:
         end = tl.minimum(end, tl.program_id(0) + 1)
     for t in tl.range(tl.program_id(0), end, tl.num_programs(0), flatten=STAYS):
-        at = table + t // tiles * 4
-        expert = tl.load(at)
-        start = tl.load(at + 1)
-        stop = tl.load(at + 2)
+        expert, start, stop = read_block(table, t // tiles)
         first = t % tiles * ROWS
         i = start + tl.arange(0, PAIRS)
         there = i < stop
@@ -107,10 +111,7 @@ def down_blocks(
     if not STAYS:
         end = tl.minimum(end, tl.program_id(0) + 1)
     for t in tl.range(tl.program_id(0), end, tl.num_programs(0), flatten=STAYS):
-        at = table + t // tiles * 4
-        expert = tl.load(at)
-        start = tl.load(at + 1)
-        stop = tl.load(at + 2)
+        expert, start, stop = read_block(table, t // tiles)
         first = t % tiles * ROWS
         acc = tl.zeros((PAIRS, ROWS), tl.float32)
         for s in tl.range(0, COLUMNS, DEPTH, num_stages=STAGES):

@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kvant.models.fused.experts_kernels import _activated
+from kvant.models.fused.resident_experts_kernels import read_block
 from kvant.weights.triton.kernels import copied_sums, quotients, saturated
 
 
@@ -34,10 +35,7 @@ def gate_rounded(
     if not STAYS:
         end = tl.minimum(end, tl.program_id(0) + 1)
     for t in tl.range(tl.program_id(0), end, tl.num_programs(0), flatten=STAYS):
-        at = table + t // tiles * 4
-        expert = tl.load(at)
-        start = tl.load(at + 1)
-        stop = tl.load(at + 2)
+        expert, start, stop = read_block(table, t // tiles)
         tile = t % tiles
         i = start + tl.arange(0, PAIRS)
         there = i < stop
@@ -90,10 +88,7 @@ def down_rounded(
     if not STAYS:
         end = tl.minimum(end, tl.program_id(0) + 1)
     for t in tl.range(tl.program_id(0), end, tl.num_programs(0), flatten=STAYS):
-        at = table + t // tiles * 4
-        expert = tl.load(at)
-        start = tl.load(at + 1)
-        stop = tl.load(at + 2)
+        expert, start, stop = read_block(table, t // tiles)
         tile = t % tiles
         i = start + tl.arange(0, PAIRS)
         there = i < stop

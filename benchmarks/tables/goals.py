@@ -49,8 +49,9 @@ FILES = {
     "hybrid": decoder.HYBRID,
     "hits": "h200-hybrid-hits.json",
     "narrow": "h200-narrow-models.json",
-    "activations": "h200-fp8-activations.json",
     "experts": "h200-step-experts-fp8.json",
+    "everything": "h200-fp8-everything.json",
+    "card": "h200-card-24gb.json",
 }
 DECODE_US, LONG_US, SHORT_US = 515, {"bfloat16": 140, "fp8_e4m3": 85}, 8
 OTHER_LIBRARY, OWN_KERNEL = 600, 450
@@ -60,7 +61,7 @@ BESIDE_BFLOAT16 = 0.62
 MOST_SKEWED = 1.15
 WINDOWED_SEQUENCES = 75
 HIT_SHARE = 0.05
-ACTIVATIONS, MANY_EXPERTS = 11_000, 12_000
+ALL_FP8, ALL_FP8_LONG, CARD_TOKENS, MANY_EXPERTS = 11_000, 20, 200_000, 12_000
 GROUPS = (
     ("fp8_e4m3",),
     ("fp8_per_token_head", "int8_per_token_head"),
@@ -137,7 +138,7 @@ def _all(*files: Any) -> Iterator[Goal]:
     yield from _drafts(data)
     yield from _served(data)
     yield from _families(data)
-    yield from _narrow(data["narrow"], data["activations"], data["experts"])
+    yield from _narrow(data["narrow"], data["everything"], data["card"], data["experts"])
     yield from _beside_vllm(data)
 
 
@@ -333,16 +334,23 @@ def _families(data: dict[str, Any]) -> Iterator[Goal]:
     yield Goal(what, ratio, HIT_SHARE, "x", "hybrids", hits, digits=3)
 
 
-def _narrow(found: Any, activations: Any, experts: Any) -> Iterator[Goal]:
+def _narrow(found: Any, everything: Any, card: Any, experts: Any) -> Iterator[Goal]:
     page = "../weights"
     for model, requests, value, bound, revision in narrow.goals(found):
         what = f"{model}, {requests} x 128/256"
         at = {"commit": revision}
         yield Goal(what, value, bound, " tok/s", page, at, least=True, digits=0)
-    newest = activations["rounded behind norms and gates (7db0663)"]["tokens_per_second"]
-    what = "Qwen3-8B, fp8 weights, activations and KV, 512 x 1024/256"
-    at = {"commit": "7db0663"}
-    yield Goal(what, newest, ACTIVATIONS, " tok/s", page, at, least=True, digits=0)
+    seconds = {row["load"]: row["seconds"] for row in everything["loads"]}
+    what = "Qwen3-8B, fp8 weights, activations and KV"
+    speed = 512 * 256 / seconds["512x1024/256"]
+    yield Goal(
+        f"{what}, 512 x 1024/256", speed, ALL_FP8, " tok/s", page, everything, least=True, digits=0
+    )
+    yield Goal(
+        f"{what}, 64 x 16384/128", seconds["64x16384/128"], ALL_FP8_LONG, " s", page, everything
+    )
+    what = "Qwen3-8B, int4 weights and KV in 24 GB, tokens that fit"
+    yield Goal(what, card["pool_tokens"], CARD_TOKENS, "", page, card, least=True, digits=0)
     (load,) = experts["loads"]
     found_s = 512 * 256 / experts["loads"][load]
     what = f"Qwen3-30B-A3B, fp8 in blocks, {load.replace('x', ' x ')}"

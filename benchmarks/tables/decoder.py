@@ -54,6 +54,30 @@ def rows(*data: Any) -> Cells:
     return lines
 
 
+WIDE_HEADS = "h200-loads-gemma-3-12b-wide-heads.json"
+LONG = "h200-loads-gemma-3-12b-long.json"
+
+
+@table("wide-heads", WIDE_HEADS)
+def wide_heads(data: Any) -> Cells:
+    lines = [["gemma-3-12b, requests x input/output", "tok/s", "of the limit", "goal"]]
+    for load, (speed, share) in speeds(data).items():
+        goal = held(speed, GOALS["gemma-3-12b"][load], least=True)
+        lines.append([load, f"{speed:.0f}", percent(share), goal])
+    return lines
+
+
+@table("long-prompts", LONG)
+def long_prompts(data: Any) -> Cells:
+    lines = [["gemma-3-12b, requests x input/output", "s", "prompt tok/s", "steps"]]
+    for r in data["rounds"]:
+        requests, length = (int(n) for n in r["load"].partition("/")[0].split("x"))
+        seconds = min(r["seconds"])
+        rate = requests * length / seconds
+        lines.append([r["load"], f"{seconds:.1f}", f"{rate:.0f}", f"{r['steps']}"])
+    return lines
+
+
 @table("window-copies", "h200-window-copies.json")
 def window_copies(data: Any) -> Cells:
     """Returns the better of an engine's repeats."""
@@ -74,17 +98,31 @@ _BEFORE = FILES["qwen3-30b-a3b"]
 
 @table("copied-experts", COPIED, _BEFORE, "h200-vllm-qwen3-30b-a3b.json")
 def copied_experts(now: Any, before: Any, vllm: Any) -> Cells:
-    """Returns the only load of `now` beside earlier calls."""
-    (load,) = speeds(now)
-    speed, old = speeds(now)[load][0], speeds(before)[load][0]
-    (theirs,) = (
-        output_tokens_per_second(load, r["seconds"]) for r in vllm["rounds"] if r["load"] == load
-    )
-    return [
-        ["qwen3-30b-a3b, requests x input/output", "tok/s", "before", "vLLM then", "over vLLM then", "goal"],
-        [load, f"{speed:.0f}", f"{old:.0f}", f"{theirs:.0f}", f"{speed / theirs:.2f}",
-         held(speed / theirs, 1.1, least=True)],
-    ]  # fmt: skip
+    return _since("qwen3-30b-a3b", 1.1, now, before, vllm)
+
+
+TILES = "h200-loads-qwen3.5-9b-tiles.json"
+
+
+@table(
+    "tiles-of-states", TILES, "h200-loads-qwen3.5-9b-many.json", "h200-vllm-qwen3.5-9b-many.json"
+)
+def tiles_of_states(now: Any, before: Any, vllm: Any) -> Cells:
+    return _since("qwen3.5-9b", 1.2, now, before, vllm)
+
+
+def _since(shape: str, least: float, now: Any, before: Any, vllm: Any) -> Cells:
+    """Returns the loads of `now` beside earlier calls of Kvant and vLLM."""
+    what = f"{shape}, requests x input/output"
+    lines = [[what, "tok/s", "before", "vLLM then", "over vLLM then", "goal"]]
+    theirs = {r["load"]: output_tokens_per_second(r["load"], r["seconds"]) for r in vllm["rounds"]}
+    for load, (speed, _) in speeds(now).items():
+        ratio = speed / theirs[load]
+        lines.append(
+            [load, f"{speed:.0f}", f"{speeds(before)[load][0]:.0f}", f"{theirs[load]:.0f}",
+             f"{ratio:.2f}", held(ratio, least, least=True)]
+        )  # fmt: skip
+    return lines
 
 
 HYBRID = "h200-loads-qwen3.5-9b.json"

@@ -41,9 +41,11 @@ FILES = {
     "idle256": scheduler.IDLE_FILES[0],
     "idle1024": scheduler.IDLE_FILES[1],
     **decoder.FILES,
+    "gemma-3-12b": decoder.WIDE_HEADS,
     **{f"vLLM's {shape}": beside_vllm.shape_files(shape)[0] for shape in beside_vllm.SHAPES},
     **{f"Kvant's {shape}": beside_vllm.shape_files(shape)[1] for shape in beside_vllm.SHAPES},
-    "copied": decoder.COPIED,
+    "faster qwen3-30b-a3b": decoder.COPIED,
+    "faster qwen3.5-9b-many": decoder.TILES,
     "families": "h200-decoder.json",
     "windows": "h200-windows.json",
     "hybrid": decoder.HYBRID,
@@ -358,17 +360,19 @@ def _narrow(found: Any, everything: Any, card: Any, experts: Any) -> Iterator[Go
     yield Goal(what, found_s, MANY_EXPERTS, " tok/s", page, at, least=True, digits=0)
 
 
+_SINCE = {"qwen3-30b-a3b": "moe", "qwen3.5-9b-many": "hybrids"}
+"""Pages of later calls without vLLM."""
+
+
 def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:
     for shape, least in beside_vllm.SHAPES.items():
         ours = data[f"Kvant's {shape}"]
         for load, seconds in beside_vllm.both(data[f"vLLM's {shape}"], ours).items():
             ratio, page, by = min(seconds[0]) / min(seconds[1]), "throughput", ours
-            if (shape, load) == (
-                "qwen3-30b-a3b",
-                "512x1024/256",
-            ):  # faster since, in a call of its own
-                (now,) = data["copied"]["rounds"]
-                ratio, page, by = min(seconds[0]) / min(now["seconds"]), "moe", data["copied"]
+            since = data.get(f"faster {shape}")  # in a call of its own
+            for r in () if since is None else since["rounds"]:
+                if r["load"] == load:
+                    ratio, page, by = min(seconds[0]) / min(r["seconds"]), _SINCE[shape], since
             named = shape.removesuffix("-many")
             what = f"{named}, {load.replace('x', ' x ')}, over vLLM"
             yield Goal(what, ratio, least, "x", page, by, least=True)

@@ -217,7 +217,7 @@ def test_nvfp4_weights_are_decoded_into_the_dtype_that_is_computed_in(
 
 
 QUANTISED = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True},
+    "gptq": {"quant_method": "gptq", "bits": 3, "group_size": 128, "desc_act": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
     "bitsandbytes": {"load_in_4bit": True},
     "hqq": {"quant_method": "hqq"},

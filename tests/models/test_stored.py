@@ -19,7 +19,7 @@ from kvant import LLM
 from kvant.attention.cpu.backend import backend as cpu_backend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
-from kvant.errors import BadCheckpoint
+from kvant.errors import BadCheckpoint, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
@@ -27,8 +27,9 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.select import choose, select_forward
-from kvant.models.stored import NotStored, Stored, read_stored
+from kvant.models.stored import NotStored, Stored, read_stored, refuse_unreadable
 from kvant.plan.plan import PlanRequest
+from kvant.plan.scale_values import check_values
 from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
@@ -70,7 +71,16 @@ def test_a_stored_weight_is_the_numbers_that_its_dialect_means(
 
 
 @pytest.mark.parametrize(
-    "dialect", ["fp8 block", "ct fp8 tensor", "ct int4 zero points", "ct nvfp4"]
+    "dialect",
+    [
+        "fp8 block",
+        "ct fp8 tensor",
+        "ct int4 zero points",
+        "ct nvfp4",
+        "ct int4 reordered",
+        "ct int8 reordered",
+        "gptq reordered",
+    ],
 )
 @pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
 def test_a_stored_model_computes_what_the_model_of_its_numbers_does(
@@ -86,8 +96,12 @@ def test_a_stored_model_computes_what_the_model_of_its_numbers_does(
 
 
 @pytest.mark.parametrize(
-    "dialect", ["ct int4", "ct int4 zero points", "ct int8", "ct int8 packed", "awq", "gptq"]
-)
+    "dialect",
+    [
+        "ct int4", "ct int4 zero points", "ct int8", "ct int8 packed", "awq", "gptq",
+        "ct int4 reordered", "ct int4 zero points reordered", "gptq reordered",
+    ],
+)  # fmt: skip
 def test_a_cpu_computes_what_the_model_of_stored_integers_does(
     dialect: str, tmp_path: Path
 ) -> None:
@@ -249,6 +263,92 @@ def test_reordered_inputs_are_refused_by_name(tmp_path: Path) -> None:
         load(_with(path, reorder))
 
 
+def _index(change: Callable[[Tensor], Tensor | None]) -> Callable[[dict[str, Tensor], str], None]:
+    def changed(tensors: dict[str, Tensor], name: str) -> None:
+        made = change(tensors.pop(name))
+        if made is not None:
+            tensors[name] = made
+
+    return changed
+
+
+def _at(place: int, value: int) -> Callable[[Tensor], Tensor]:
+    return lambda index: index.index_fill(0, torch.tensor([place]), value)
+
+
+@pytest.mark.parametrize("dialect", ["ct int4 reordered", "ct int8 reordered", "gptq reordered"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda index: None, "is missing"),
+        (lambda index: index[:-1], r"has the shape \[63\]"),
+        (lambda index: index.long(), "has the dtype I64"),
+        (_at(3, 2), r"names the group 2: 64 inputs have 2 groups of 32"),
+        (_at(3, -1), "names the group -1"),
+        (lambda index: index * 0, "gives 64 inputs to the group 0"),
+    ],
+    ids=["missing", "short", "wide", "beyond", "negative", "uneven"],
+)
+def test_orders_of_inputs_that_are_none_are_refused_in_planning_and_at_start(
+    change: Callable[[Tensor], Tensor | None], says: str, dialect: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect, num_hidden_layers=2)
+    name = f"{_UP}.{'g_idx' if dialect.startswith('gptq') else 'weight_g_idx'}"
+    _with(path, lambda tensors: _index(change)(tensors, name))
+    for device in (CPU, GPU):
+        planned = check_values(plan_of(PlanRequest(str(path), device)))
+        assert not planned.can_run
+        (line,) = [line for line in planned.warnings if name in line]
+        assert "way out" in line
+        assert planned.audit is not None
+        assert re.search(says, str(planned.audit.refusal).replace("\n  why: ", ": "))
+    with pytest.raises(BadCheckpoint) as refused:
+        LLM(path, kv_cache_memory="1MiB")
+    assert name in str(refused.value)
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize("dialect", ["ct int4 reordered", "gptq reordered"])
+def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, dialect)
+    for device, dtype in ((CPU, ComputeDtype.FLOAT32), (GPU, ComputeDtype.BFLOAT16)):
+        planned = plan_of(PlanRequest(str(path), device, dtype=dtype))
+        assert planned.can_run
+        assert planned.forward.stored is not None
+        assert "inputs in another order" in str(planned.target.narrow)
+        assert planned.audit is not None
+        (group,) = [one for one in planned.audit.groups if "order of inputs" in one.roles]
+        assert group.text.endswith("28 scales, used: runs as it is stored")
+    with pytest.raises(NotServable, match="act-order") as refused:
+        plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16, tensor_parallel_size=2))
+    assert refused.value.ways_out[0].arguments == ("--tensor-parallel-size", "1")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}, "experts"),
+        ({"text_config": {"model_type": "qwen2"}}, "several parts"),
+        ({"weights": {"num_bits": 3}}, "3-bit"),
+        ({"weights": {"group_size": 48}}, "groups of 48"),
+        ({"weights": {"strategy": "channel", "num_bits": 8}}, "in groups"),
+    ],
+)
+def test_reordered_inputs_are_never_left_to_transformers(more: dict[str, Any], says: str) -> None:
+    declared = copy.deepcopy(DIALECTS["ct int4 reordered"][0])
+    declared["config_groups"]["group_0"]["weights"] |= more.get("weights", {})
+    config = {"hidden_size": 64, **more, "quantization_config": declared}
+    refused = refuse_unreadable(config)
+    assert refused is not None
+    assert "actorder is 'group'" in refused.what
+    assert says in refused.why
+    assert refused.ways_out
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "weight"
+    assert refuse_unreadable(config) is None
+
+
 def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     path, _ = build(tmp_path, "fp8 block")
 
@@ -275,7 +375,6 @@ def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None
     ("declared", "says"),
     [
         ({"quant_method": "quip"}, "quip"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "3 bits"),
         ({"quant_method": "awq", "bits": 4, "group_size": 48}, "groups of 48"),
         ({"quant_method": "awq", "bits": 4, "group_size": 0}, "groups of 0"),
@@ -398,7 +497,7 @@ def _changed_weights(**changes: object) -> dict[str, Any]:
         ("ct int4", {"format": None}, "format is null"),
         ("ct int4", {"config_groups": _changed_weights(type="x")}, "type is 'x'"),
         ("ct int4", {"config_groups": _changed_weights(strategy="x")}, "strategy is 'x'"),
-        ("ct int4", {"config_groups": _changed_weights(actorder="group")}, "act-order"),
+        ("ct int4", {"config_groups": _changed_weights(actorder="x")}, "actorder is 'x'"),
         ("ct int4", {"config_groups": _changed_weights(group_size=0)}, "group_size is 0"),
     ],
 )

@@ -70,16 +70,28 @@ def _static(layer: Layer, name: str, dtype: torch.dtype = torch.float32) -> Laye
     return make
 
 
-def _int4(group: int, *, zero_points: bool, dialect: str) -> Layer:
+def _groups(columns: int, size: int, order: int | None, generator: torch.Generator) -> Tensor:
+    """The group of each input: neighbours for None, else shuffled. order: equal for inputs in one order."""
+    groups = torch.arange(columns) // size
+    if order is None:
+        return groups
+    if order:
+        generator = torch.Generator().manual_seed(order)
+    return groups[torch.randperm(columns, generator=generator)]
+
+
+def _int4(group: int, *, zero_points: bool, dialect: str, order: int | None = None) -> Layer:
+    """order: inputs are reordered, alike in all layers of a width; 0 for another order in each."""
+
     def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
         rows, columns = weight.shape
+        index = _groups(columns, group, order, generator)
         codes = torch.randint(0, 16, (rows, columns), generator=generator)
         zeros = torch.full((rows, columns // group), 8)
         if zero_points:
             zeros = torch.randint(1, 15, zeros.shape, generator=generator)
         scales = (torch.rand(zeros.shape, generator=generator) * 0.02 + 0.01).half()
-        wide = zeros.repeat_interleave(group, 1)
-        numbers = (codes - wide).float() * scales.float().repeat_interleave(group, 1)
+        numbers = (codes - zeros[:, index]).float() * scales.float()[:, index]
         c, z = codes.numpy(), zeros.numpy()
         if dialect == "awq":
             tensors = {
@@ -90,7 +102,7 @@ def _int4(group: int, *, zero_points: bool, dialect: str) -> Layer:
             tensors = {
                 "qweight": _words(c, 4).t().contiguous(), "scales": scales.t().contiguous(),
                 "qzeros": _words((z - 1).T, 4),
-                "g_idx": torch.arange(columns, dtype=torch.int32) // group,
+                "g_idx": index.int(),
             }  # fmt: skip
         else:
             tensors = {
@@ -99,7 +111,26 @@ def _int4(group: int, *, zero_points: bool, dialect: str) -> Layer:
             }  # fmt: skip
             if zero_points:
                 tensors["weight_zero_point"] = _words(z.T, 4).t().contiguous()
+            if order is not None:
+                tensors["weight_g_idx"] = index.int()
         return tensors, numbers
+
+    return make
+
+
+def _int8_groups(group: int) -> Layer:
+    """Inputs are in another order in each layer."""
+
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        columns = weight.shape[1]
+        index = _groups(columns, group, 0, generator)
+        codes = torch.randint(-127, 128, weight.shape, generator=generator)
+        scales = torch.rand((len(weight), columns // group), generator=generator) * 0.001 + 0.001
+        tensors = {
+            "weight_packed": _words((codes + 128).numpy(), 8), "weight_scale": scales,
+            "weight_g_idx": index.int(),
+        }  # fmt: skip
+        return tensors, codes.float() * scales[:, index]
 
     return make
 
@@ -187,6 +218,18 @@ DIALECTS: dict[str, tuple[dict[str, Any], Layer]] = {
         _group("pack-quantized", **_INT4, symmetric=False),
         _int4(32, zero_points=True, dialect="pack"),
     ),
+    "ct int4 reordered": (
+        _group("pack-quantized", **_INT4, symmetric=True, actorder="group"),
+        _int4(32, zero_points=False, dialect="pack", order=0),
+    ),
+    "ct int4 zero points reordered": (
+        _group("pack-quantized", **_INT4, symmetric=False, actorder="group"),
+        _int4(32, zero_points=True, dialect="pack", order=1),
+    ),
+    "ct int8 reordered": (
+        _group("pack-quantized", **{**_INT4, "num_bits": 8}, symmetric=True, actorder="group"),
+        _int8_groups(32),
+    ),
     "ct nvfp4": (
         _group("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
         _nvfp4(("weight_packed", "weight_global_scale"), 0.25, divides=True),
@@ -222,6 +265,10 @@ DIALECTS: dict[str, tuple[dict[str, Any], Layer]] = {
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False},
         _int4(32, zero_points=True, dialect="gptq"),
+    ),
+    "gptq reordered": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False},
+        _int4(32, zero_points=True, dialect="gptq", order=1),
     ),
 }  # fmt: skip
 """quantization_config and layers, by dialect."""

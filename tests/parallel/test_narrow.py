@@ -62,7 +62,7 @@ def logits(model: LoadedModel) -> Tensor:
     return model.forward(ids, call, torch.arange(len(TEXT)))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", [one for one in DIALECTS if "reordered" not in one])
 def test_ranks_compute_what_one_device_does(dialect: str, tmp_path: Path) -> None:
     path, numbers = build(tmp_path, dialect, intermediate_size=128)
     only = MODULES if dialect in ("awq", "ct int8") else FUSED

@@ -7,6 +7,7 @@ convert each arriving weight to other tensors. So only one matrix at a time is w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -30,10 +31,10 @@ from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
 from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
-from kvant.weights.dialects import check_order, check_scales, read
+from kvant.weights.dialects import check_scales, read, read_order
 from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, WHOLE, Dialect, Scheme, WeightFormat
 from kvant.weights.linear import NarrowEmbedding, NarrowLinear, named_tensors
-from kvant.weights.parts import check_part, parts_of
+from kvant.weights.parts import Role, check_part, parts_of
 
 _METHOD = "kvant"
 _DTYPES = {
@@ -134,15 +135,20 @@ def make_narrow(
         if scheme is not None and scheme.rounds_inputs:
             scale = wide.new_full((1,), _MADE_UP_SCALE)
         whole = fmt.rows == WHOLE or fmt.global_scale
-        new.put((encode if whole else encode_in_parts)(wide, fmt), bias, scale)
+        made = (encode if whole else encode_in_parts)(wide, fmt)
+        if scheme is not None and scheme.reordered:
+            order = torch.arange(old.in_features, dtype=torch.int32, device=wide.device)
+            made = replace(made, order=order.flip(0))
+        new.put(made, bias, scale)
         model.set_submodule(name, new)
     for name, formats in experts.items():
         part = model.get_submodule(name)
-        made = NarrowExperts(part, None)
+        experts_made = NarrowExperts(part, None)
         for product, fmt in zip(PRODUCTS, formats, strict=True):
             wide = numbers(getattr(part, product))
-            made.put(product, encode_stack(wide.transpose(1, 2) if made.clamped else wide, fmt))
-        model.set_submodule(name, made)
+            turned = wide.transpose(1, 2) if experts_made.clamped else wide
+            experts_made.put(product, encode_stack(turned, fmt))
+        model.set_submodule(name, experts_made)
 
 
 def _stored_formats(
@@ -327,7 +333,7 @@ def await_stored(
     cut: as in `NarrowConfig`.
 
     Raises BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are not
-    positive, and reordered inputs.
+    positive, and groups of inputs that are none.
     """
     headers = read_headers(path) or ()
     home = {name: header.path for header in headers for name in header.tensors}
@@ -359,9 +365,8 @@ def await_stored(
             if wanted.is_scale:
                 found_scales = read_tensor(home[entry.name], entry.name)
                 check_scales(entry.name, found_scales, wanted.ways_out)
-            if short.endswith("g_idx"):
-                index = read_tensor(home[entry.name], entry.name)
-                check_order(entry.name, index, scheme.format.columns)
+            if wanted.role is Role.ORDER:
+                read_order(entry.name, read_tensor(home[entry.name], entry.name), scheme)
         if isinstance(part, nn.Embedding):
             model.set_submodule(name, StoredEmbedding(scheme, part, found))
         else:

@@ -34,6 +34,7 @@ from kvant.weights.format import (
     INT8_CHANNEL,
     MXFP4,
     NVFP4,
+    WHOLE,
     Code,
     Dialect,
     Scale,
@@ -76,7 +77,7 @@ class Stored:
         """Describes the formats."""
         if self.words:
             return self.words
-        formats = ", ".join(dict.fromkeys(scheme.format.summary for _, scheme in self.groups))
+        formats = ", ".join(dict.fromkeys(scheme.summary for _, scheme in self.groups))
         return f"linear layers run as they are stored: {formats}"
 
     @property
@@ -84,6 +85,11 @@ class Stored:
         """A copy for which scales of activations are not read."""
         groups = tuple((names, replace(one, rounds_inputs=False)) for names, one in self.groups)
         return replace(self, groups=groups)
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether layers have their inputs in another order (act-order)."""
+        return any(scheme.reordered for _, scheme in self.groups)
 
     def scheme(self, name: str) -> Scheme | None:
         """Returns a linear layer's scheme by its path, such as model.layers.0.mlp.up_proj; else None."""
@@ -209,8 +215,24 @@ def _read(config: Mapping[str, Any]) -> Stored | NotStored | None:
     fields = Fields(config).inside("quantization_config")
     assert fields is not None
     method = fields.text("quant_method") or ""
-    if method in COMPRESSED_TENSORS:
-        _check_words(fields)
+    if method not in COMPRESSED_TENSORS:
+        return _read_method(config, fields, method)
+    _check_words(fields)
+    found = _read_method(config, fields, method)
+    if isinstance(found, NotStored):
+        for _, weights, _ in linear_groups(fields):
+            if _is_reordered(weights):
+                raise BadCheckpoint(
+                    weights.bad("actorder", "").what,
+                    why=f"no product takes reordered inputs (act-order) here: {found.reason}",
+                    ways_out=(WayOut("choose a checkpoint whose actorder is weight or null"),),
+                )
+    return found
+
+
+def _read_method(
+    config: Mapping[str, Any], fields: Fields, method: str
+) -> Stored | NotStored | None:
     if isinstance(config.get("text_config"), Mapping):
         return NotStored("models with several parts are decoded while they are loaded")
     if lists_experts(config) or method == "mxfp4":
@@ -234,15 +256,13 @@ def _check_words(fields: Fields) -> None:
                 _check_word(section, name, known)
             if section.given("group_size") == 0:
                 raise section.bad("group_size", "a group has at least one input")
-        order = weights.given("actorder")
-        if order in (True, "group"):
-            raise BadCheckpoint(
-                weights.bad("actorder", "").what,
-                why="inputs are reordered (act-order), and no product takes reordered inputs",
-                ways_out=(WayOut("choose a checkpoint whose actorder is weight or null"),),
-            )
-        if order is not False:
-            _check_word(weights, "actorder", ("weight", "static"))
+        if type(weights.given("actorder")) is not bool:
+            _check_word(weights, "actorder", ("weight", "static", "group", "dynamic"))
+
+
+def _is_reordered(weights: Fields) -> bool:
+    """Returns whether compressed-tensors' `weights` entry declares that inputs are in another order."""
+    return weights.given("actorder") in (True, "group", "dynamic")
 
 
 def _check_word(fields: Fields, name: str, known: Sequence[str]) -> None:
@@ -270,6 +290,8 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
     found = reader(fields)
     for _, scheme in found.groups if isinstance(found, Stored) else ():
         fmt = scheme.format
+        if scheme.reordered:
+            return NotStored("products of experts take their inputs in order")
         if fmt.global_scale:
             return NotStored(f"experts in {fmt.name} are decoded while they are loaded")
         width = model.integer("moe_intermediate_size", "intermediate_size")
@@ -377,13 +399,14 @@ def _awq(fields: Fields) -> Stored | NotStored:
 
 
 def _gptq(fields: Fields) -> Stored | NotStored:
-    if fields.flag("desc_act", False) and not fields.flag("static_groups", False):
-        return NotStored("inputs are reordered by desc_act, which its groups do not survive")
+    reordered = fields.flag("desc_act", False) and not fields.flag("static_groups", False)
     dialect = Dialect.GPTQ
     if (fields.text("checkpoint_format") or "gptq") == "gptq_v2":
         dialect = Dialect.GPTQ_V2
     scheme = _integers(fields, dialect, ("bits",), ("group_size",), zero_points=True)
-    return scheme if isinstance(scheme, NotStored) else _whole(scheme, ())
+    if isinstance(scheme, NotStored):
+        return scheme
+    return _whole(replace(scheme, reordered=reordered), ())
 
 
 def _integers(
@@ -437,6 +460,12 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
         scheme = _scheme(weights, layout)
         if isinstance(scheme, NotStored):
             return scheme
+        if _is_reordered(weights):
+            if scheme.dialect is not Dialect.PACK_QUANTIZED or scheme.format.columns == WHOLE:
+                raise weights.bad(
+                    "actorder", "only packed integers in groups have an order of inputs"
+                )
+            scheme = replace(scheme, reordered=True)
         inputs = group.inside("input_activations")
         rounding = None if inputs is None else _fp8_inputs(inputs, scheme)
         rounded.add(rounding)

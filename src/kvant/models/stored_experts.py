@@ -20,9 +20,9 @@ from kvant.models.sharding.cuts import Cut, Rule
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, join
-from kvant.weights.dialects import check_order, check_scales, read, read_experts
+from kvant.weights.dialects import check_scales, read, read_experts, read_order
 from kvant.weights.format import Dialect, Scheme
-from kvant.weights.parts import check_part, expert_parts, parts_of
+from kvant.weights.parts import Role, check_part, expert_parts, parts_of
 
 _APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
@@ -192,8 +192,8 @@ class StoredExperts:
         for short, part in parts_of(scheme, of.rows, of.columns).items():
             full = f"{layer}.{short}"
             if full in self.files:
-                if short.endswith("g_idx"):
-                    check_order(full, self._tensor(full, device), scheme.format.columns)
+                if part.role is Role.ORDER:
+                    read_order(full, self._tensor(full, device), scheme)
                 cut = of.of_part(scheme, short, self.shapes[full])
                 tensors[short] = self._tensor(full, device, cut)
                 if part.is_scale:

@@ -540,7 +540,7 @@ def _wanted(
     layer: str, scheme: Scheme, wanted: Mapping[str, Part], tensors: Tensors, use: Use
 ) -> Iterator[TensorUse]:
     """Yields the tensors that a layer's format needs."""
-    fmt = f"{scheme.format.summary} ({scheme.dialect.value})"
+    fmt = f"{scheme.summary} ({scheme.dialect.value})"
     done = "runs as it is stored" if use.stored is not None else use.decoded
     for name, part in wanted.items():
         dtype, shape = tensors.get(name, (None, None))
@@ -551,7 +551,7 @@ def _wanted(
             state, because = TensorState.UNUSED, "the model's shape is known"
         elif part.role is Role.ZERO_POINTS and part.optional:
             state, because = TensorState.UNUSED, "the checkpoint declares none"
-        elif part.role is Role.ORDER:
+        elif part.role is Role.ORDER and not scheme.reordered:
             because = "checked while it is loaded"
         try:
             check_part(name, part, dtype, shape)
@@ -604,7 +604,7 @@ def _other(
         if role is Role.CODES and f"{layer}.weight" not in tensors:
             state = TensorState.WRONG
             fault = BadCheckpoint(f"{name} holds codes", why=because, ways_out=(COMPARE_CONFIG,))
-    fmt = dtype if scheme is None else f"{scheme.format.summary} ({scheme.dialect.value})"
+    fmt = dtype if scheme is None else f"{scheme.summary} ({scheme.dialect.value})"
     return TensorUse(name, layer, fmt, role.value, state, because, dtype, shape, fault)
 
 

@@ -108,6 +108,10 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
         stored = NotStored("the blocks of GGUF files are not divided yet")
     elif _is_narrow(target):
         stored = read_stored(target.config, request.device, target.kv.compute_dtype)
+        if isinstance(stored, Stored) and stored.is_reordered:
+            stored = NotStored(
+                "groups of inputs in another order (act-order) belong to several ranks"
+            )
         if stored is not None and request.on_cpu:
             stored = NotStored("on a CPU the compiled forward reads them, which runs one rank")
     if isinstance(stored, NotStored):

@@ -1,7 +1,8 @@
 """Reads the values of scales that a plan uses, from local files. No weight is read, and no torch imported.
 
 A start checks every value while it loads it. A plan reads what is small: scales of blocks, rows and
-matrices, the smallest tensors first, up to `MOST_BYTES`. It says how many it left to the start.
+matrices, and orders of inputs, the smallest tensors first, up to `MOST_BYTES`. It says how many it left to
+the start.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from typing import BinaryIO
 from kvant.errors import BadCheckpoint, ConfigError, WayOut
 from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
 from kvant.kv.checkpoint.scales import read_scale_values
+from kvant.models.stored import Stored, declared_weights
 from kvant.models.weight_audit import ScalesRead, TensorState, TensorUse, WeightAudit
 from kvant.plan.plan import Plan, PlannedModel
+from kvant.weights.format import Scheme
 from kvant.weights.parts import EXACT_INPUTS, Role, scale_fault
 
 MOST_BYTES = 64 << 20
 """Bytes of scales that a plan reads: in float16, those of 4 billion weights in groups of 128."""
 
 _SCALES = (Role.SCALES.value, Role.FACTORS.value, Role.INPUT_SCALES.value)
+
+_ORDERS = Role.ORDER.value
 
 _BITS: Mapping[str, tuple[str, int]] = {
     "F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80),
@@ -40,7 +45,7 @@ def check_values(plan: Plan) -> Plan:
     checked = replace(target, refusal=target.refusal or _kv_fault(target))
     if draft is not None:
         draft = replace(draft, refusal=draft.refusal or _kv_fault(draft))
-    audit = None if plan.audit is None else _audit(plan.audit, target.local.path)
+    audit = None if plan.audit is None else _audit(plan.audit, target)
     return replace(plan, target=checked, draft=draft, audit=audit)
 
 
@@ -52,13 +57,14 @@ def _kv_fault(model: PlannedModel) -> ConfigError | None:
     return None
 
 
-def _audit(audit: WeightAudit, directory: Path) -> WeightAudit:
-    wanted = {one.name for one in audit.tensors if _is_read(one)}
+def _audit(audit: WeightAudit, target: PlannedModel) -> WeightAudit:
+    wanted = {one.name: one for one in audit.tensors if _is_read(one)}
     if not wanted:
         return audit
+    declared = declared_weights(target.config)
     entries = [
         (entry, header.path)
-        for header in read_headers(directory) or ()
+        for header in read_headers(target.local.path) or ()
         for name, entry in header.tensors.items()
         if name in wanted
     ]
@@ -72,7 +78,12 @@ def _audit(audit: WeightAudit, directory: Path) -> WeightAudit:
     for path, chosen in by_file.items():
         with path.open("rb") as file:
             for entry in sorted(chosen, key=lambda one: one.begin):
-                found[entry.name] = _fault(entry, file)
+                one = wanted[entry.name]
+                if one.role == _ORDERS:
+                    assert isinstance(declared, Stored)
+                    found[entry.name] = _order_fault(entry, file, declared.scheme(one.layer))
+                else:
+                    found[entry.name] = _fault(entry, file)
     uses = []
     for one in audit.tensors:
         fault = found.get(one.name)
@@ -89,7 +100,22 @@ def _audit(audit: WeightAudit, directory: Path) -> WeightAudit:
 def _is_read(one: TensorUse) -> bool:
     # A tensor whose format is its dtype is left to transformers, which has rules of its own.
     is_used = one.state is TensorState.USED and one.format != one.dtype
-    return is_used and one.role in _SCALES and one.dtype in _BITS
+    return is_used and (one.role == _ORDERS or (one.role in _SCALES and one.dtype in _BITS))
+
+
+def _order_fault(entry: TensorEntry, file: BinaryIO, scheme: Scheme | None) -> BadCheckpoint | None:
+    import numpy as np
+
+    from kvant.weights.order import input_order
+
+    assert scheme is not None
+    file.seek(entry.begin)
+    index = np.frombuffer(file.read(entry.num_bytes), dtype="<i4").astype(np.int64)
+    try:
+        input_order(entry.name, index, scheme)
+    except BadCheckpoint as fault:
+        return fault
+    return None
 
 
 def _fault(entry: TensorEntry, file: BinaryIO) -> BadCheckpoint | None:

@@ -100,7 +100,7 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
     tokens = x.shape[0]
     if tokens == 0:
         return x.new_empty(0, weight.rows)
-    x = x.contiguous()
+    x = _in_order(x, weight)
     processors = multiprocessors(x.device)
     kernel = kernel_for(weight.format, tokens, *weight.shape, x.dtype)
     if kernel is Kernel.ONE:
@@ -112,8 +112,16 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
     return _by_decoding(x, weight, bias)
 
 
+def _in_order(x: Tensor, weight: NarrowWeight) -> Tensor:
+    """Returns x [T, columns], contiguous, with its columns as the weight's codes have them."""
+    return x.contiguous() if weight.order is None else x.index_select(1, weight.order)
+
+
 def _by_decoding(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
-    """Multiplies many rows by a decoded weight; a large one is decoded in parts of its outputs."""
+    """Multiplies many rows, in the weight's order of inputs, by a decoded weight.
+
+    A large weight is decoded in parts of its outputs.
+    """
     count = weight.rows
     if (weight.format.rows, weight.format.columns) == (1, WHOLE):
         count = min(count, max(1, MOST_DECODED // weight.columns))
@@ -173,7 +181,7 @@ def multiply_alike(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tens
     """Implements `multiply` with one tile for any T, so that no row's result [rows] depends on other rows."""
     if x.shape[0] == 0:
         return x.new_empty(0, weight.rows)
-    x = x.contiguous()
+    x = _in_order(x, weight)
     processors = multiprocessors(x.device)
     cut = tiles(weight.format, _INVARIANT_TOKENS, *weight.shape, processors)
     return tiled(x, weight, bias, cut)
@@ -188,13 +196,16 @@ def multiply_gated(x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Ac
     serves = few_serves(weight.format, *weight.shape, x.dtype)
     if not 0 < x.shape[0] <= few_rows.MOST_ROWS or weight.rows % 32 or not serves:
         return None
-    return _few(x.contiguous(), weight, bias, act, multiprocessors(x.device))
+    return _few(_in_order(x, weight), weight, bias, act, multiprocessors(x.device))
 
 
 def _few(
     x: Tensor, weight: NarrowWeight, bias: Tensor | None, act: Act | None, processors: int
 ) -> Tensor:
-    """Multiplies up to 64 rows by the CUDA kernels. act: activation of gated rows, None for plain ones."""
+    """Multiplies up to 64 rows, in the weight's order of inputs, by the CUDA kernels.
+
+    act: activation of gated rows, None for plain ones.
+    """
     tokens, fmt = x.shape[0], weight.format
     kernel = _cuda_kernel(fmt, tokens, *weight.shape, x.dtype)
     if kernel is Kernel.WIDE_ROWS:

@@ -10,6 +10,8 @@ All arithmetic is float32, one IEEE operation at a time; rounding is to nearest 
     scales   per matrix [1], per output [rows], per block [row blocks, column blocks], per group
              [groups, rows]: groups first, so that the scales of neighbouring outputs are neighbours.
     zeros    uint8 [groups, rows], or None.
+    order    int32 [columns], or None: the input that each column of the codes multiplies. Groups are
+             neighbours among the codes' columns, not among inputs (act-order).
     offsets  like scales, or None. value = code * scale + offset.
     factors  float16 [1 or 2, superblocks, rows], or None: factors of scales, and of offsets, which they
              negate: value = code * (factor * scale) - factor * offset.
@@ -58,6 +60,7 @@ class NarrowWeight:
     global_scale: Tensor | None = None
     offsets: Tensor | None = None
     factors: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -70,7 +73,8 @@ class NarrowWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         found = (
-            self.codes, self.scales, self.zeros, self.global_scale, self.offsets, self.factors
+            self.codes, self.scales, self.zeros, self.global_scale, self.offsets, self.factors,
+            self.order,
         )  # fmt: skip
         return tuple(one for one in found if one is not None)
 
@@ -348,6 +352,8 @@ def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     numbers = numbers * _spread(scale, fmt, rows, columns)
     if weight.offsets is not None:
         numbers += _spread(offset_values(weight), fmt, rows, columns)
+    if weight.order is not None:
+        numbers = torch.empty_like(numbers).index_copy_(1, weight.order.to(torch.int64), numbers)
     return numbers.to(dtype)
 
 
@@ -366,13 +372,25 @@ def _by_group(factors: Tensor, fmt: WeightFormat) -> Tensor:
 
 
 def can_join(parts: Sequence[NarrowWeight]) -> bool:
-    """Whether weights have one format and width, no global scales, and blocks that end with each part."""
-    fmt, columns = parts[0].format, parts[0].columns
-    if any(part.format != fmt or part.columns != columns for part in parts):
+    """Whether weights have one format, width and order of inputs, no global scales, and blocks that end
+    with each part.
+    """
+    first, *others = parts
+    fmt, columns = first.format, first.columns
+    if any(part.format != fmt or part.columns != columns for part in others):
         return False
-    if len(parts) == 1:
+    if not others:
         return True
+    if not all(same_order(first.order, part.order) for part in others):
+        return False
     return not fmt.global_scale and all(part.rows % max(1, fmt.rows) == 0 for part in parts[:-1])
+
+
+def same_order(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two weights take their inputs in the same order, int32 [columns] or None."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
 
 
 def rows_of(weight: NarrowWeight, start: int, count: int) -> NarrowWeight:
@@ -438,6 +456,7 @@ def join(parts: Sequence[NarrowWeight]) -> NarrowWeight:
         torch.cat(zeros, 1) if zeros else None,
         offsets=torch.cat(offsets, 1) if offsets else None,
         factors=torch.cat(factors, 2) if factors else None,
+        order=first.order,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from kvant.errors import BadCheckpoint, WayOut
 from kvant.weights.blocks import read_blocks
 from kvant.weights.codecs import NarrowStack, NarrowWeight, pack_nibbles
 from kvant.weights.format import WHOLE, Code, Dialect, Scale, Scheme, WeightFormat, block_type
+from kvant.weights.order import input_order
 from kvant.weights.parts import scale_fault
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -60,14 +61,13 @@ def check_scales(name: str, scales: Tensor, ways_out: tuple[WayOut, ...] = ()) -
         raise fault
 
 
-def check_order(name: str, index: Tensor, group: int) -> None:
-    """Raises BadCheckpoint if an index of groups [K] is not ascending, which means reordered inputs."""
-    expected = torch.arange(len(index), device=index.device) // group
-    if not torch.equal(index.to(torch.int64), expected):
-        raise BadCheckpoint(
-            f"{name} reorders the inputs (act-order)",
-            why="Kvant's products take groups of neighbouring inputs",
-        )
+def read_order(name: str, index: Tensor, scheme: Scheme) -> Tensor | None:
+    """Returns `input_order` of an index of groups [K]: int32 [K] on its device, or None.
+
+    Raises BadCheckpoint like it.
+    """
+    found = input_order(name, index.to("cpu", torch.int64).numpy(), scheme)
+    return None if found is None else torch.from_numpy(found).to(index.device, torch.int32)
 
 
 def read(
@@ -103,8 +103,12 @@ def read(
         return NarrowWeight(
             fmt, rows, columns, pack_nibbles(codes, fmt.columns), scales, None, factor
         )
+    order = None
+    if scheme.reordered:
+        index = "weight_g_idx" if dialect is Dialect.PACK_QUANTIZED else "g_idx"
+        order = read_order(f"{name}.{index}", tensors[index], scheme)
     if dialect is Dialect.PACK_QUANTIZED:
-        return _packed(fmt, rows, columns, tensors)
+        return _packed(fmt, rows, columns, tensors, order)
     words = tensors["qweight"]
     zeros: Tensor | None = None
     if dialect is Dialect.AWQ:
@@ -118,10 +122,14 @@ def read(
             zeros = zeros + 1
     scales = tensors["scales"].contiguous()
     made = replace(fmt, scale=_SCALE_OF[scales.dtype])
-    codes = pack_nibbles(codes.contiguous(), fmt.columns)
-    return NarrowWeight(
-        made, rows, columns, codes, scales, None if zeros is None else zeros.contiguous()
-    )
+    codes = pack_nibbles(_sorted(codes, order).contiguous(), fmt.columns)
+    zeros = None if zeros is None else zeros.contiguous()
+    return NarrowWeight(made, rows, columns, codes, scales, zeros, order=order)
+
+
+def _sorted(codes: Tensor, order: Tensor | None) -> Tensor:
+    """Returns codes [rows, columns] with the columns in this order."""
+    return codes if order is None else codes.index_select(1, order)
 
 
 def _wide_scales(
@@ -134,10 +142,14 @@ def _wide_scales(
 
 
 def _packed(
-    fmt: WeightFormat, rows: int, columns: int, tensors: Mapping[str, Tensor]
+    fmt: WeightFormat,
+    rows: int,
+    columns: int,
+    tensors: Mapping[str, Tensor],
+    order: Tensor | None,
 ) -> NarrowWeight:
     """Reads compressed-tensors' integers: words of code + 2^(bits - 1), lowest bits first."""
-    codes = _unpack(tensors["weight_packed"], fmt.code.bits)
+    codes = _sorted(_unpack(tensors["weight_packed"], fmt.code.bits), order)
     scales = tensors["weight_scale"]
     if fmt.code is Code.INT8:
         signed = codes ^ 0x80
@@ -145,14 +157,13 @@ def _packed(
             return _wide_scales(fmt, rows, columns, signed, scales)
         grouped = scales.t().contiguous()
         made = replace(fmt, scale=_SCALE_OF[scales.dtype])
-        return NarrowWeight(made, rows, columns, signed.contiguous(), grouped)
+        return NarrowWeight(made, rows, columns, signed.contiguous(), grouped, order=order)
     zeros = None
     if fmt.zero_points:
         zeros = _unpack(tensors["weight_zero_point"].t(), fmt.code.bits).contiguous()
     made = replace(fmt, scale=_SCALE_OF[scales.dtype])
-    return NarrowWeight(
-        made, rows, columns, pack_nibbles(codes, fmt.columns), scales.t().contiguous(), zeros
-    )
+    packed = pack_nibbles(codes, fmt.columns)
+    return NarrowWeight(made, rows, columns, packed, scales.t().contiguous(), zeros, order=order)
 
 
 def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

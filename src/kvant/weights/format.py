@@ -141,12 +141,19 @@ class Dialect(Enum):
 class Scheme:
     """How a checkpoint stores one layer's weight. format: its scale dtype is that of the file.
 
-    rounds_inputs: the checkpoint has a scale with which the layer's inputs are rounded to e4m3.
+    rounds_inputs: the checkpoint has a scale with which the layer's inputs are rounded to e4m3. reordered:
+    a tensor has the group of each input (act-order); else groups are neighbouring inputs.
     """
 
     dialect: Dialect
     format: WeightFormat
     rounds_inputs: bool = False
+    reordered: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The format in words, for the plan."""
+        return self.format.summary + (", inputs in another order" if self.reordered else "")
 
     @property
     def input_scale(self) -> str:

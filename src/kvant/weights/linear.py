@@ -93,8 +93,8 @@ class NarrowLinear(nn.Module):
     """Replaces `nn.Linear`: the same product, with a weight in a narrow format.
 
     Its tensors start on the meta device, and a loader sets them. weight: codes. weight_scale,
-    weight_zeros, weight_factor, weight_offsets, weight_factors: see `NarrowWeight`; None if the format has
-    none. rounds, input_scale: see `multiply`.
+    weight_zeros, weight_factor, weight_offsets, weight_factors, weight_order: see `NarrowWeight`; None if the
+    weight has none. rounds, input_scale: see `multiply`.
     """
 
     weight: Tensor
@@ -103,6 +103,7 @@ class NarrowLinear(nn.Module):
     weight_factor: Tensor | None
     weight_offsets: Tensor | None
     weight_factors: Tensor | None
+    weight_order: Tensor | None
     input_scale: Tensor | None
     bias: Tensor | None
 
@@ -118,6 +119,7 @@ class NarrowLinear(nn.Module):
         self.format, self.out_features, self.in_features = fmt, rows, columns
         for name, tensor in awaited_tensors("weight", fmt, rows, columns).items():
             setattr(self, name, tensor)
+        self.weight_order = None
         self.input_scale = None
         self.bias = None if bias is None else _awaited((rows,), bias)
 
@@ -127,7 +129,7 @@ class NarrowLinear(nn.Module):
         return NarrowWeight(
             self.format, self.out_features, self.in_features,
             self.weight, self.weight_scale, self.weight_zeros, self.weight_factor,
-            self.weight_offsets, self.weight_factors,
+            self.weight_offsets, self.weight_factors, self.weight_order,
         )  # fmt: skip
 
     def put(
@@ -206,6 +208,7 @@ def named_tensors(name: str, weight: NarrowWeight) -> dict[str, Tensor]:
     parts = {
         "": weight.codes, "_scale": weight.scales, "_zeros": weight.zeros,
         "_factor": weight.global_scale, "_offsets": weight.offsets, "_factors": weight.factors,
+        "_order": weight.order,
     }  # fmt: skip
     return {name + end: tensor for end, tensor in parts.items() if tensor is not None}
 

@@ -50,6 +50,9 @@ class Part:
 EXACT_INPUTS = WayOut("take 16-bit activations", ("--weight-activations", "exact"))
 """The way out of broken scales of activations."""
 
+IN_ORDER = WayOut("take a checkpoint without act-order, or one that is whole")
+"""The way out of a broken order of inputs."""
+
 _WHOLE: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
 """Shapes of a tensor with one number."""
 
@@ -97,8 +100,9 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
             "weight_packed": Part(Role.CODES, ("I32",), ((rows, columns * bits // 32),)),
             "weight_scale": scale,
             "weight_shape": Part(Role.SHAPES, ("I64", "I32"), ((2,),), optional=True),
-            "weight_g_idx": Part(Role.ORDER, ("I32",), ((columns,),), optional=True),
         }
+        if fmt.columns != WHOLE:
+            found["weight_g_idx"] = _order(scheme, columns)
         if fmt.zero_points:
             found["weight_zero_point"] = Part(
                 Role.ZERO_POINTS, ("I32",), ((rows * bits // 32, along),)
@@ -114,8 +118,13 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
         }
     return {
         "qweight": Part(Role.CODES, ("I32",), ((columns // 8, rows),)), "scales": group, "qzeros": zeros,
-        "g_idx": Part(Role.ORDER, ("I32",), ((columns,),), optional=True),
+        "g_idx": _order(scheme, columns),
     }  # fmt: skip
+
+
+def _order(scheme: Scheme, columns: int) -> Part:
+    ways = (IN_ORDER,) if scheme.reordered else ()
+    return Part(Role.ORDER, ("I32",), ((columns,),), optional=not scheme.reordered, ways_out=ways)
 
 
 def scale_fault(

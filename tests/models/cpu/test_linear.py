@@ -155,6 +155,21 @@ def test_activations_are_kept_to_their_last_bits_unless_eight_are_asked_for() ->
     assert (error <= largest * 2.0**-22).all()
 
 
+@pytest.mark.parametrize("digits", [EXACT, EIGHT_BITS])
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_inputs_in_another_order_give_the_product_of_the_same_numbers(
+    rows: int, digits: int
+) -> None:
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(4)).to(torch.int32)
+    weight = encode(numbers(0, 70, 96), int4_groups(32, zero_points=True))
+    packed = pack_narrow(replace(weight, order=order))
+    assert torch.equal(unpack(packed)[:, order], decode(weight))
+    x = numbers(2, rows, 96)
+    expected = Linear(pack_narrow(weight), None, digits)(x[:, order])
+    found = Linear(packed, None, digits)(x)
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
 @pytest.mark.parametrize("code", STORED, ids=lambda code: code.name)
 def test_bytes_in_tiles_are_the_same_weight(code: Code) -> None:
     kind = BLOCK_TYPES[code.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -100,6 +101,22 @@ def test_decoding_gives_the_definitions_numbers(fmt: WeightFormat) -> None:
     weight = encode(torch.randn(37, 384, device=DEVICE), fmt)
     out = torch.empty(37, 384, device=DEVICE, dtype=DTYPE)
     assert torch.equal(decoded(weight, out), decode(weight, DTYPE))
+
+
+@pytest.mark.parametrize("fmt", [int4_groups(32, zero_points=True), int8_groups(32)], ids=_name)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 17, 65, 300])
+@pytest.mark.parametrize("alike", [False, True])
+def test_inputs_in_another_order_are_multiplied_by_their_own_numbers(
+    fmt: WeightFormat, tokens: int, alike: bool
+) -> None:
+    torch.manual_seed(0)
+    weight = encode(torch.randn(150, 384, device=DEVICE), fmt)
+    weight = replace(weight, order=torch.randperm(384, device=DEVICE).to(torch.int32))
+    x, bias = torch.randn(tokens, 384, device=DEVICE), torch.randn(150, device=DEVICE)
+    x, bias = x.to(DTYPE), bias.to(DTYPE)
+    found = (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
+    expected = x.double() @ decode(weight, torch.float64).T + bias.double()
+    assert (found.double() - expected).norm() <= BOUND * expected.norm()
 
 
 def _superblocks(fmt: WeightFormat, rows: int) -> NarrowWeight:

@@ -140,7 +140,10 @@ class Combine(Fields):
 
 @plain
 class Round(Fields):
-    """out[ROWS] = x[ROWS, COLUMNS] as integers, see `kvant.models.cpu.rounding`."""
+    """out[ROWS] = x[ROWS, COLUMNS] as integers, see `kvant.models.cpu.rounding`.
+
+    ORDER: int32 [COLUMNS], the column of x for each column of out; 0 if they are the same.
+    """
 
     NEXT, TEAM, TICKET, WORKER, ROWS = HEAD
     X = auto()
@@ -148,6 +151,7 @@ class Round(Fields):
     OUT = auto()
     OUT_STRIDE = auto()
     COLUMNS = auto()
+    ORDER = auto()
     END = auto()
 
 

@@ -30,10 +30,17 @@ def rounded_rows(rows: int, columns: int, digits: int) -> Tensor:
     return torch.empty(rows, size, dtype=torch.uint8, device="cpu")
 
 
-def rounding(x: Tensor, out: Tensor, columns: int, digits: int) -> Block:
-    """Returns the task that rounds x [T, columns], float32, into `rounded_rows`; the caller sets ROWS."""
+def rounding(
+    x: Tensor, out: Tensor, columns: int, digits: int, order: Tensor | None = None
+) -> Block:
+    """Returns the task that rounds x [T, columns], float32, into `rounded_rows`; the caller sets ROWS.
+
+    order: int32 [columns], the columns of x in the order of the rounded ones; None if it is the same. The
+    block holds its address.
+    """
     made = block_of(Round)
-    made[Round.WORKER // 8] = round_worker(digits)
+    made[Round.WORKER // 8] = round_worker(digits, ordered=order is not None)
+    made[Round.ORDER // 8] = 0 if order is None else order.data_ptr()
     made[Round.X // 8], made[Round.X_STRIDE // 8] = x.data_ptr(), x.stride(0) * 4
     made[Round.OUT // 8], made[Round.OUT_STRIDE // 8] = out.data_ptr(), out.stride(0)
     made[Round.COLUMNS // 8] = columns
@@ -114,7 +121,7 @@ class Linear:
         threads, tasks, given = torch.get_num_threads(), [], x
         if self.rounds:
             given = rounded_rows(x.shape[0], x.shape[1], self.digits)
-            tasks.append(rounding(x, given, x.shape[1], self.digits))
+            tasks.append(rounding(x, given, x.shape[1], self.digits, self.weight.order))
         scratch = None
         if x.shape[0] > ROWS:
             scratch = torch.empty(threads, self.scratch_bytes(threads), dtype=torch.uint8)

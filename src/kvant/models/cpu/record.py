@@ -45,6 +45,7 @@ from kvant.models.cpu.parts import (
 from kvant.models.cpu.rows import gate_heads_worker, gate_worker, norm_worker, rotate_worker
 from kvant.models.cpu.weights import Code, PackedWeight
 from kvant.models.fused.routing import Scoring
+from kvant.weights.codecs import same_order
 
 _ALONE = 8
 """Maximum number of rows whose norms, rotations and gates run on one thread."""
@@ -229,14 +230,16 @@ class _Recording:
         self, products: Products, x: Tensor, out: Tensor, *, kind: Kind = Kind.TASK
     ) -> list[Block]:
         """Records the products of x with adjacent results in out; returns their tasks."""
-        first, start, found = products[0], 0, []
-        if any(linear.rounds for linear in products):
-            assert self.rounded is not None
-            columns = first.weight.columns
-            self.add(rounding(x, self.rounded, columns, first.digits), alone=_ALONE, kind=kind)
+        start, found = 0, []
+        before: PackedWeight | None = None  # its inputs are in `rounded`
         for linear in products:
             given: Tensor | None = self.rounded if linear.rounds else x
             assert given is not None
+            weight = linear.weight
+            if linear.rounds and (before is None or not same_order(before.order, weight.order)):
+                task = rounding(x, given, weight.columns, linear.digits, weight.order)
+                self.add(task, alone=_ALONE, kind=kind)
+                before = weight
             place = out[:, start : start + linear.weight.rows]
             task = linear.task(given, place, self.threads, self.scratch, to_bf16=self.rounds)
             alone = _ALONE if linear.weight.num_bytes <= _SMALL_BYTES else _NEVER_ALONE

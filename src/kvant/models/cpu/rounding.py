@@ -23,6 +23,8 @@ from kvant.kernels.cpu.vector import (
     F32,
     FLOATS,
     I32,
+    I64,
+    LANES,
     WORDS,
     call,
     fetch_add,
@@ -54,15 +56,31 @@ def digit_sum(digits: int, digit: int, half: int | None) -> int:
     return GROUP * digits + 8 + 12 * digit + (0 if half is None else 4 + 4 * half)
 
 
+def _gather(b: Any, x: Any, order: Any) -> Any:
+    """Loads 16 float32 of the row at x, by their columns, int32 at `order`."""
+    columns, found = load(b, WORDS, order, 4), ir.Constant(FLOATS, ir.Undefined)
+    for lane in range(LANES):
+        column = b.zext(b.extract_element(columns, ir.Constant(I32, lane)), I64)
+        value = load(b, F32, b.add(x, b.shl(column, i64(2))), 4)
+        found = b.insert_element(found, value, ir.Constant(I32, lane))
+    return found
+
+
 @intrinsic(prefer_literal=True)
-def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
-    """Rounds the 32 float32 at x to a block at `out`. NaN or infinity makes the scale not finite."""
-    count = digits.literal_value
-    signature = types.void(digits, types.int64, types.int64)
+def _round(typing: Any, digits: Any, ordered: Any, x: Any, order: Any, out: Any) -> Any:
+    """Rounds 32 float32 to a block at `out`. NaN or infinity makes the scale not finite.
+
+    x: their address, or that of their row where `ordered` says that their columns are at `order`.
+    """
+    count, gathers = digits.literal_value, ordered.literal_value
+    signature = types.void(digits, ordered, types.int64, types.int64, types.int64)
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
-        _, x, out = arguments
-        numbers = [load(b, FLOATS, b.add(x, i64(64 * i)), 4) for i in range(2)]
+        _, _, x, order, out = arguments
+        if gathers:
+            numbers = [_gather(b, x, b.add(order, i64(64 * i))) for i in range(2)]
+        else:
+            numbers = [load(b, FLOATS, b.add(x, i64(64 * i)), 4) for i in range(2)]
         sizes = [b.and_(b.bitcast(n, WORDS), words(0x7FFFFFFF)) for n in numbers]
         both = b.select(b.icmp_unsigned(">", sizes[0], sizes[1]), sizes[0], sizes[1])
         # As integers, NaN is larger than infinity, and infinity than numbers.
@@ -99,9 +117,10 @@ def _round(typing: Any, digits: Any, x: Any, out: Any) -> Any:
 
 
 @cache
-def round_worker(digits: int) -> int:
-    """Returns the address of void(task, _), which every thread runs."""
-    size, at_once = block_bytes(digits), _ROWS_AT_ONCE
+def round_worker(digits: int, *, ordered: bool = False) -> int:
+    """Returns the address of void(task, _), which every thread runs. ordered: by the task's ORDER."""
+    size, at_once, step = block_bytes(digits), _ROWS_AT_ONCE, 0 if ordered else 128
+    gathers = int(ordered)
 
     def work(task: int, _: int) -> None:
         rows, blocks = load_i64(task + Round.ROWS), load_i64(task + Round.COLUMNS) // 32
@@ -112,7 +131,9 @@ def round_worker(digits: int) -> int:
             for row in range(first, min(rows, first + at_once)):
                 x = load_i64(task + Round.X) + row * load_i64(task + Round.X_STRIDE)
                 out = load_i64(task + Round.OUT) + row * load_i64(task + Round.OUT_STRIDE)
+                order = load_i64(task + Round.ORDER)
                 for block in range(blocks):
-                    _round(digits, x + 128 * block, out + size * block)
+                    here = order + 128 * block
+                    _round(digits, gathers, x + step * block, here, out + size * block)
 
     return compiled_worker(work)

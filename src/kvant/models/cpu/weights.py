@@ -78,7 +78,7 @@ _NUMBERS = {torch.float32: Code.FLOAT32, torch.bfloat16: Code.BFLOAT16}
 class PackedWeight:
     """codes: float32 or bfloat16 [rows, columns], or tiles, uint8 [tiles, bytes of a tile].
 
-    scales: float32 [tiles * 16] where an output has one scale, else None.
+    scales: float32 [tiles * 16] where an output has one scale, else None. order: as in `NarrowWeight`.
     """
 
     code: Code
@@ -86,10 +86,11 @@ class PackedWeight:
     scales: Tensor | None
     rows: int
     columns: int
+    order: Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
-        parts = [self.codes] if self.scales is None else [self.codes, self.scales]
+        parts = [part for part in (self.codes, self.scales, self.order) if part is not None]
         return sum(part.numel() * part.element_size() for part in parts)
 
 
@@ -119,9 +120,7 @@ def with_offsets(weight: NarrowWeight) -> NarrowWeight:
     scales = weight.scales.to(torch.float32)
     zeros = 8.0 if weight.zeros is None else weight.zeros.to(torch.float32)
     made = replace(fmt, scale=Scale.FLOAT32, zero_points=False, offsets=True)
-    return NarrowWeight(
-        made, weight.rows, weight.columns, weight.codes, scales, offsets=-scales * zeros
-    )
+    return replace(weight, format=made, scales=scales, zeros=None, offsets=-scales * zeros)
 
 
 def pack_narrow(weight: NarrowWeight) -> PackedWeight:
@@ -146,7 +145,8 @@ def pack_narrow(weight: NarrowWeight) -> PackedWeight:
         some.copy_(_vectors(code, _in_tiles(part)))
     for place, one in zip(places, beside, strict=True):
         place.view(one.dtype).view(len(made), -1, TILE).copy_(_in_tiles(one.t()).transpose(1, 2))
-    return PackedWeight(code, made, scales, rows, columns)
+    order = None if weight.order is None else weight.order.clone()
+    return PackedWeight(code, made, scales, rows, columns, order)
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -179,7 +179,9 @@ def narrow_of(weight: PackedWeight) -> NarrowWeight:
     scales = found.pop(0)
     offsets = found.pop(0) if fmt.offsets else None
     factors = torch.stack(found) if found else None
-    return NarrowWeight(fmt, rows, columns, codes, scales, offsets=offsets, factors=factors)
+    return NarrowWeight(
+        fmt, rows, columns, codes, scales, offsets=offsets, factors=factors, order=weight.order
+    )
 
 
 def code_bytes(code: Code) -> int:

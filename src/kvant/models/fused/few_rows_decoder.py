@@ -300,6 +300,8 @@ def _is_own_for_one(linear: Linear) -> bool:
         return narrow and all(_is_own_for_one(part) for part in linear.parts)
     if isinstance(linear, NarrowProduct):
         weight = linear.weight
+        if weight.order is not None:
+            return False  # another launch reorders what the norm returns
         return few_serves(weight.format, weight.rows, weight.columns, torch.bfloat16)
     return is_own(linear)
 
@@ -308,6 +310,8 @@ def _is_own_for_few(linear: Linear) -> bool:
     """Whether kernels that fold norms multiply 2 to 64 rows by this weight."""
     if not isinstance(linear, NarrowProduct):
         return is_own(linear)
+    if linear.weight.order is not None:
+        return False
     fmt, shape = linear.weight.format, linear.weight.shape
     return takes_wide(fmt, FewRows.most_tokens, *shape, torch.bfloat16) and few_serves(
         fmt, *shape, torch.bfloat16

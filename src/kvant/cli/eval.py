@@ -237,7 +237,7 @@ def evaluate(
     found = {**report(evaluation, parts), **facts}
     if page is not None:
         page.write_text(render(found), encoding="utf-8")
-    write_result(found, output, out, lambda: _print(found))
+    write_result(found, output, out, lambda: print_tables(found))
     kept.forget()
 
 
@@ -281,34 +281,36 @@ def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -
     return Extent(wanted, tokens, 64, short, short, 8, 256, needles)
 
 
-def _print(found: dict[str, Any]) -> None:
-    """Prints the results as tables of at most 80 columns."""
+def print_tables(found: dict[str, Any]) -> None:
+    """Prints a report of `kvant.measure.quality.report` as tables of at most 80 columns."""
     from rich.console import Console
 
     console = Console()
     formats = found["formats"]
-    states = any("bytes_per_sequence" in one for one in formats.values())
     quality = {
         name: (
             f"{one['bytes_per_token']:,}",
-            *((f"{one['bytes_per_sequence']:,}",) if states else ()),
             f"{one['kld_mean']:.5f}±{one['kld_mean_error']:.5f}",
             f"{one['same_top']:.1%}",
             f"{one['ppl_ratio']:.4f}±{one['ppl_ratio_error']:.4f}",
         )
         for name, one in formats.items()
     }
-    sizes = ("B/token", "B of states") if states else ("B/token",)
-    _table(console, (*sizes, "mean KL", "same top", "PPL ratio"), quality)
+    _table(console, ("B/token", "mean KL", "same top", "PPL ratio"), quality)
     floor, longest = found["noise_floor"]["kld_mean"], found["contexts"][-1]
     console.print(
         f"[dim]against {found['baseline']}, windows of {longest} tokens, second half of each; KL in nats; "
         f"±: standard error; noise floor {floor:.1e}\n"
-        f"best for their bytes: {', '.join(found['pareto'])}[/]\n"
+        f"best for their bytes: {'; '.join(found['pareto'])}[/]\n"
     )
     keys = ("kld_median", "kld_p99", "kld_p999", "kld_max")
     tails = {name: [f"{one[key]:.5f}" for key in keys] for name, one in formats.items()}
-    _table(console, ("median KL", "99 %", "99.9 %", "max"), tails)
+    titles = ["median KL", "99 %", "99.9 %", "max"]
+    if any("bytes_per_sequence" in one for one in formats.values()):
+        titles.append("B of states")
+        for name, cells in tails.items():
+            cells.append(f"{formats[name]['bytes_per_sequence']:,}")
+    _table(console, titles, tails)
     if len(found["contexts"]) > 1:
         by_context = {
             name: [f"{one['contexts'][str(c)]['kld_mean']:.5f}" for c in found["contexts"]]

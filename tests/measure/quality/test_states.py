@@ -1,4 +1,4 @@
-"""Models with recurrent states in `kvant eval`: states are read, kept and compared like keys and values."""
+"""Models in `kvant eval` that keep recurrent states or latents: both are compared like keys and values."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kvant.cli.eval import print_tables
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue
 from kvant.execution.runner import ModelRunner
@@ -37,11 +38,15 @@ IDS = [3 + (7 * i + i * i) % 120 for i in range(600)]
 @pytest.fixture(scope="module", params=["qwen3_5_text", "bamba"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("states") / request.param
-    families.build(request.param, where)
+    build_with_words(request.param, where)
+    return where
+
+
+def build_with_words(family: str, where: Path) -> None:
+    families.build(family, where)
     words = Tokenizer(models.WordLevel({str(i): i for i in range(128)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(where)  # type: ignore[no-untyped-call]
-    return where
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +110,9 @@ def test_states_are_contenders_alone_and_with_formats(llm: LLM) -> None:
     )  # fmt: skip
 
 
-def test_an_evaluation_of_states_reports_their_bytes(llm: LLM, tmp_path: Path) -> None:
+def test_an_evaluation_of_states_reports_their_bytes(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     contenders = choose_contenders(llm, WIDE, [INT8], None, named=True, states=[STATE])
     extent = Extent((64,), 128, 8, 32, 32, 3, 5, ())
     evaluation = Evaluation(llm, contenders, Text("ids", "0", tuple(IDS)), extent)
@@ -122,6 +129,27 @@ def test_an_evaluation_of_states_reports_their_bytes(llm: LLM, tmp_path: Path) -
     assert "k_alone" not in state
     assert min(one["decode"]["kld_mean"] for one in (keys, state, both)) > 1e-9
     assert all(one["generation"]["answers"] == 3 for one in (keys, state, both))
+
+    monkeypatch.setenv("COLUMNS", "80")
+    print_tables(found)
+    shown = capsys.readouterr().out
+    assert "\nint8_per_token_head  " in shown, "the name is whole"
+    assert f"{both['bytes_per_sequence']:,}" in shown
+
+
+def test_latents_are_compared_without_sides(tmp_path: Path) -> None:
+    build_with_words("deepseek_v2", tmp_path)
+    llm = LLM(tmp_path, dtype="float32", device="cpu", kv_cache_memory="1MiB", max_model_len=128)
+    contenders = choose_contenders(llm, WIDE, [INT8], None, named=True)
+    evaluation = Evaluation(
+        llm, contenders, Text("ids", "0", tuple(IDS)), Extent((64,), 128, 8, 32, 32, 0, 0, ())
+    )
+    parts = run_parts(evaluation.parts(), Kept(tmp_path, {}), lambda *_: None)
+    found = report(evaluation, parts)
+    (one,) = found["formats"].values()
+    assert one["kld_mean"] > 1e-9
+    assert "k_alone" not in one
+    assert len(found["layers"]["kld_mean"]) == len(llm.plan.layers)
 
 
 def test_answers_of_several_sequences_have_states_of_their_own(llm: LLM) -> None:

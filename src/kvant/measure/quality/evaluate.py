@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
+from kvant.kv.geometry import Attention
 from kvant.kv.names import FormatRequest, Request
 from kvant.kv.request import Asked, AskedWide, KVRequest, parse_rule
 from kvant.kv.spec import KVPlan
@@ -75,7 +76,7 @@ class Contenders:
 
     refused: reasons why formats cannot be measured here, by name. layered: the format that each plan of
     `layers` stores in the layer of its index only, "" without layers. k_only, v_only: the other side is
-    stored as in the baseline; none for formats of states.
+    stored as in the baseline; none for formats of states, and none for models that keep latents.
     """
 
     baseline: KVPlan
@@ -104,6 +105,7 @@ def choose_contenders(
     and if the model has no recurrent states.
     """
     wide = plan_storing(llm, baseline)
+    has_sides = not any(spec.geometry.attention is Attention.MLA for spec in wide.layers)
     plans: dict[str, KVPlan] = {}
     k_only: dict[str, KVPlan] = {}
     v_only: dict[str, KVPlan] = {}
@@ -114,14 +116,16 @@ def choose_contenders(
             plan = plan_storing(llm, one, wide=rows)
             if plan.bytes_per_token >= wide.bytes_per_token and not named:
                 continue
-            k_plan = plan_storing(llm, FormatRequest(one.k, baseline.v), wide=rows)
-            v_plan = plan_storing(llm, FormatRequest(baseline.k, one.v), wide=rows)
+            if has_sides:
+                k_plan = plan_storing(llm, FormatRequest(one.k, baseline.v), wide=rows)
+                v_plan = plan_storing(llm, FormatRequest(baseline.k, one.v), wide=rows)
+                k_only[name], v_only[name] = k_plan, v_plan
         except ConfigError as fault:
             if named:
                 raise
             refused[name] = fault.why or fault.what
             continue
-        plans[name], k_only[name], v_only[name] = plan, k_plan, v_plan
+        plans[name] = plan
     narrow = dict(plans)
     for state in states:
         for name, one in {"": baseline, **{n: by_name[n] for n in narrow}}.items():

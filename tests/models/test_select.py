@@ -20,6 +20,7 @@ from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry.read import read_geometry
 from kvant.models.quantization import Quantization
 from kvant.models.select import FORWARDS, select_forward
+from kvant.models.stored import read_stored
 from tests.models import tiny
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -64,6 +65,27 @@ def test_the_fastest_forward_that_can_runs_the_model_and_faster_ones_say_why_not
     faster = [info.name for info in FORWARDS[: [info.name for info in FORWARDS].index(name)]]
     assert [one.forward for one in choice.refused] == faster
     assert all(one.reason for one in choice.refused)
+
+
+_OF_KV_ALONE = (
+    {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"num_bits": 8}},
+    {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+)
+
+
+@pytest.mark.parametrize("declared", _OF_KV_ALONE, ids=lambda one: one["quant_method"])
+@pytest.mark.parametrize(("device", "compute"), [(CPU, F32), (GPU, BF16)])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "gpt_oss", "gemma3"])
+def test_a_declaration_of_the_kv_cache_alone_changes_no_forward(
+    family: str, device: DeviceFacts, compute: ComputeDtype, declared: dict[str, Any]
+) -> None:
+    plain = facts(family, device, compute)
+    config = {**plain.config, "quantization_config": declared}
+    assert read_stored(config, device, compute) is None
+    found = select_forward(replace(plain, config=config))
+    assert found == select_forward(plain)
+    on_gpu = replace(plain, config=config, device=GPU, quantization=Quantization.FP8)
+    assert on_gpu.refuse_rounding is None
 
 
 @pytest.mark.parametrize(("device", "name"), [(GPU, "fused"), (CPU, "compiled")])

@@ -13,6 +13,7 @@ from kvant.models.geometry.weight_recipe import are_decoded, read_recipe
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.stored import (
     Stored,
+    declares_weights,
     decoded_here,
     numbers_of_experts,
     read_blocks,
@@ -96,12 +97,11 @@ class ForwardFacts:
     @property
     def kept_codes(self) -> str | None:
         """The method of weights that transformers keeps quantised in memory; None if there are none."""
-        declared = self.config.get("quantization_config")
-        if not isinstance(declared, Mapping) or self.stored is not None:
+        if not declares_weights(self.config) or self.stored is not None:
             return None
         if are_decoded(self.config, self.device) or decoded_here(self.config) is not None:
             return None
-        return str(declared.get("quant_method", "an unnamed method"))
+        return str(self.config["quantization_config"].get("quant_method", "an unnamed method"))
 
 
 @dataclass(frozen=True, slots=True)

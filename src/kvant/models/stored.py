@@ -23,6 +23,7 @@ from kvant.models.geometry.weight_recipe import (
     is_sparse,
     linear_groups,
     names_chosen,
+    read_recipe,
     targets_chosen,
 )
 from kvant.models.quantization import Activations
@@ -115,8 +116,7 @@ def read_stored(
     blocks = read_blocks(config)
     if blocks is not None:
         return _blocks_on(device, compute) or blocks
-    declared = config.get("quantization_config")
-    if not isinstance(declared, Mapping):
+    if not declares_weights(config):
         return None
     if device.kind is DeviceKind.CPU:
         return _on_cpu(config, compute)
@@ -130,9 +130,16 @@ def read_stored(
 def declared_weights(config: Mapping[str, Any]) -> Stored | NotStored | None:
     """Returns how a checkpoint says that it stores narrow weights, on any device; None: not at all."""
     blocks = read_blocks(config)
-    if blocks is not None or not isinstance(config.get("quantization_config"), Mapping):
+    if blocks is not None or not declares_weights(config):
         return blocks
     return _declared(config)
+
+
+def declares_weights(config: Mapping[str, Any]) -> bool:
+    """Returns whether a quantization_config covers weights. It may describe the KV cache alone."""
+    return (
+        isinstance(config.get("quantization_config"), Mapping) and read_recipe(config) is not None
+    )
 
 
 def decoded_here(config: Mapping[str, Any]) -> Stored | None:
@@ -148,7 +155,7 @@ def decoded_here(config: Mapping[str, Any]) -> Stored | None:
 
 def declared_activations(config: Mapping[str, Any]) -> str:
     """What a checkpoint with narrow weights declares about activations, "" for nothing. On any device."""
-    if not isinstance(config.get("quantization_config"), Mapping):
+    if not declares_weights(config):
         return ""
     found = _declared(config)
     return found.activations if isinstance(found, Stored) else ""
@@ -170,7 +177,7 @@ def _blocks_on(device: DeviceFacts, compute: ComputeDtype | None) -> NotStored |
     )
 
 
-def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored | NotStored | None:
+def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored | NotStored:
     """Returns `read_stored` for a CPU, which multiplies 4-bit integers in groups and 8-bit ones by output."""
     if compute not in (None, ComputeDtype.FLOAT32):
         return NotStored("products with narrow weights compute in float32 on a CPU")
@@ -201,7 +208,7 @@ def refuse_unreadable(config: Mapping[str, Any]) -> BadCheckpoint | None:
     return None
 
 
-def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
+def _declared(config: Mapping[str, Any]) -> Stored | NotStored:
     """Reads the quantization_config of a checkpoint."""
     try:
         return _read(config)
@@ -210,7 +217,7 @@ def _declared(config: Mapping[str, Any]) -> Stored | NotStored | None:
         return NotStored(f"the quantization_config cannot be read: {what}")
 
 
-def _read(config: Mapping[str, Any]) -> Stored | NotStored | None:
+def _read(config: Mapping[str, Any]) -> Stored | NotStored:
     """Reads the quantization_config. Raises BadCheckpoint and re.error for values of a wrong kind."""
     fields = Fields(config).inside("quantization_config")
     assert fields is not None
@@ -271,7 +278,7 @@ def _check_word(fields: Fields, name: str, known: Sequence[str]) -> None:
         raise fields.bad(name, f"compressed-tensors knows {', '.join(known)}")
 
 
-def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotStored | None:
+def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotStored:
     """Reads a model with experts. It needs known names of tensors, and one format for a layer's experts."""
     family = model.text("model_type") or ""
     if method == "mxfp4":
@@ -450,7 +457,7 @@ def _modelopt(fields: Fields) -> Stored | NotStored:
     return NotStored(f"Kvant has no products for ModelOpt's {shown(algorithm)}")
 
 
-def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
+def _compressed_tensors(fields: Fields) -> Stored | NotStored:
     if is_sparse(fields):
         return NotStored("the weights are sparse")
     groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
@@ -478,8 +485,6 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored | None:
             is_local = inputs.given("dynamic") == "local"
             when = "dynamic" if is_local or inputs.flag("dynamic", False) else "static"
             declared.append(f"{inputs.integer('num_bits', most=16)}-bit {kind}, {when}")
-    if not groups:
-        return None  # it describes only the KV cache
     left = names_chosen(fields.words("ignore") or ())
     rounding = next(iter(rounded)) if len(rounded) == 1 else None
     return Stored(tuple(groups), left, ", ".join(sorted(set(declared))), rounding=rounding)
@@ -543,7 +548,7 @@ def _whole(
     return Stored(((None, scheme),), left, said, rounding=rounding)
 
 
-_READERS: Mapping[str, Callable[[Fields], Stored | NotStored | None]] = {
+_READERS: Mapping[str, Callable[[Fields], Stored | NotStored]] = {
     "fp8": _fp8,
     "awq": _awq,
     "gptq": _gptq,

@@ -9,6 +9,7 @@ from kvant.models.fused.recipe import Recipe, activation_of
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.fields import Fields, text_section
 from kvant.models.geometry.parameters import QKNorm
+from kvant.models.stored import declares_weights
 from kvant.models.weights import ELEMENT_BYTES
 
 MOST_ANGLES = 1 << 18
@@ -60,7 +61,7 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
     if has_experts(facts):
         if activation is not None and activation_of(activation) is not activation_of("silu"):
             return f"experts compute silu, not {activation}"
-        if facts.config.get("quantization_config") is not None and facts.stored is None:
+        if declares_weights(facts.config) and facts.stored is None:
             return "it reads experts from checkpoints that do not quantise them"
     return None
 

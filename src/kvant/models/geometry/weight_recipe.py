@@ -126,8 +126,10 @@ def _awq(fields: Fields) -> Recipe:
     return _whole(fields, _coded(bits, 1, group, _F16, zero_bits=bits), "modules_to_not_convert")
 
 
-def _modelopt(fields: Fields) -> Recipe | NoRecipe:
+def _modelopt(fields: Fields) -> Recipe | NoRecipe | None:
     algorithm = fields.text("quant_algo")
+    if algorithm is None:
+        return None  # it describes the KV cache alone
     if algorithm == "FP8":
         matrix = _coded(8, MAX_WIDTH, MAX_WIDTH, _F32)
     elif algorithm == "NVFP4":
@@ -137,7 +139,7 @@ def _modelopt(fields: Fields) -> Recipe | NoRecipe:
     return _whole(fields, matrix, "ignore", "exclude_modules")
 
 
-def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe:
+def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe | None:
     if is_sparse(fields):
         return NoRecipe("no closed form for sparse weights")
     groups: list[_Group] = []
@@ -146,6 +148,8 @@ def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe:
         if isinstance(matrix, NoRecipe):
             return matrix
         groups.append(_Group(targets_chosen(group), matrix))
+    if not groups:
+        return None  # it describes the KV cache alone
     return Recipe(tuple(groups), names_chosen(fields.words("ignore") or ()))
 
 
@@ -199,7 +203,7 @@ def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:
     return _coded(bits, rows, columns, _F16, zero_bits=zero_bits)
 
 
-_READERS: Mapping[str, Callable[[Fields], Recipe | NoRecipe]] = {
+_READERS: Mapping[str, Callable[[Fields], Recipe | NoRecipe | None]] = {
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "gptq": _gptq,

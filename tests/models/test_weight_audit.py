@@ -21,6 +21,8 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import ComputeDtype
+from kvant.kv.names import parse_format
+from kvant.kv.request import Asked, KVRequest, Requests
 from kvant.models.gguf_import import import_gguf
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.weight_audit import TensorState, WeightAudit
@@ -281,6 +283,10 @@ def test_scales_of_the_kv_cache_are_used_as_the_plan_says(tmp_path: Path) -> Non
     one = found["model.layers.2.self_attn.k_proj.k_scale"]
     assert (one.role, one.state) == ("scales of the KV cache", TensorState.UNUSED)
     assert not audit(path).unused
+    asked = Asked(parse_format("fp8", asked_by="test"), "test")
+    fp8 = Requests(target=KVRequest(explicit=(asked,)))
+    (group,) = (g for g in audit(path, requests=fp8).groups if "scales of" in g.text)
+    assert group.text == "F32: 8 scales of the KV cache, used: needed by fp8_e4m3"
 
 
 @pytest.mark.parametrize("dialect", ["fp8 block", "awq"])

@@ -682,6 +682,7 @@ def use_of_scale(name: str, kv: KVPlan) -> tuple[TensorState, str]:
         for choice in (layer.k, layer.v):
             tensor = None if choice is None else choice.scale.tensor
             if choice is not None and tensor is not None and tensor.name == name:
-                used = choice.scale.state is ScaleState.FOUND
-                return TensorState.USED if used else TensorState.UNUSED, choice.scale.because
+                if choice.scale.state is ScaleState.FOUND:
+                    return TensorState.USED, f"needed by {choice.dtype}"
+                return TensorState.UNUSED, choice.scale.because
     return TensorState.UNUSED, "the KV plan does not need it"

@@ -87,12 +87,15 @@ def calibrate(
     if save is not None:
         write_checkpoint(source, save, config, target.geometry, found.winner, found.matrices)
         body["saved"] = str(save)
-    write_result(body, output, out, lambda: _print(found, body))
+    write_result(body, output, out, lambda: print_results(found, body))
     kept.forget()
 
 
-def _print(found: Calibration, body: dict[str, Any]) -> None:
+def print_results(found: Calibration, body: dict[str, Any]) -> None:
+    """Prints the compared scales. body: the report with the model's name, and where scales are saved."""
     from rich.console import Console
+
+    from kvant.measure.calibration.calibrate import UNCALIBRATED
 
     console = Console()
     table = figure_table("scales", ("mean KL", "99 %", "same top"))
@@ -110,6 +113,10 @@ def _print(found: Calibration, body: dict[str, Any]) -> None:
         f"[dim]fp8_e4m3 with these scales, and 4 bits, against {body['model']}'s own dtype on "
         f"{found.positions:,} positions that were held out; KL in nats; ±: standard error[/]"
     )
+    if found.compared[0].name == UNCALIBRATED:
+        console.print(
+            "no scales lose less than 1.0 here: fp8_e4m3 needs no calibration on this text"
+        )
     if "saved" in body:
         console.print(
             f"{found.winner.name} is written to {body['saved']}; kvant serve and kvant generate use its "

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvant.cli.calibrate import print_results
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError
 from kvant.execution.runner import ModelRunner
@@ -18,13 +19,22 @@ from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
 from kvant.kv.names import parse_format
 from kvant.kv.spec import ScaleState, ScaleTensor
-from kvant.measure.calibration.calibrate import Calibrator, divide_text
+from kvant.measure.calibration.calibrate import (
+    UNCALIBRATED,
+    Calibration,
+    Calibrator,
+    Compared,
+    Lesson,
+    divide_text,
+)
+from kvant.measure.calibration.scales import Candidate, Method, Sharing
 from kvant.measure.calibration.write import check_writable
 from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from tests.cli.command import kvant
 from tests.engine import tiny_chat
+from tests.models import families
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +155,29 @@ def test_a_checkpoint_that_cannot_be_written_is_refused_before_anything_is_read(
         with pytest.raises(ConfigError) as caught:
             check_writable(target, config, checkpoint, model)
         assert said in f"{caught.value.what} {caught.value.why}"
+
+
+def test_a_model_that_keeps_latents_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    families.build("deepseek_v2", tmp_path)
+    llm = LLM(tmp_path, dtype="float32", device="cpu", kv_cache_memory="1MiB", max_model_len=128)
+    lesson = Lesson(torch.zeros(1, 64, dtype=torch.int64), torch.zeros(1, 64, dtype=torch.int64))
+    with pytest.raises(BadValue, match=r"no layer of .* stores keys and values") as refused:
+        Calibrator(llm, lesson, KVDtype.FP8_E4M3, Kept(tmp_path, {}))
+    (way_out,) = refused.value.ways_out
+    flag, fmt = way_out.arguments
+    assert flag == "--kv-cache-dtype"
+    LLM(tmp_path, dtype="float32", kv_cache_dtype=fmt, kv_cache_memory="1MiB", max_model_len=128)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_scales_that_do_not_help_are_told(
+    helps: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    winner = Candidate(Method.MSE, Sharing.HEAD, {})
+    rows = [Compared(name, 0.01, 0.001, 0.1, 0.9) for name in (winner.name, UNCALIBRATED)]
+    compared = tuple(rows if helps else reversed(rows))
+    print_results(Calibration({}, winner, compared, {}, (), 2000), {"model": "m", "saved": "there"})
+    told = capsys.readouterr().out
+    assert ("needs no calibration" in told) is not helps
+    assert f"{winner.name} is written to there" in told

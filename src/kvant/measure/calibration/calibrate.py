@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvant.attention.backends import load_backends
 from kvant.engine.llm import LLM
-from kvant.errors import BadValue, WayOut
+from kvant.errors import KV_FORMAT, BadValue, WayOut
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
 from kvant.kv.names import FormatRequest, parse_format
@@ -105,7 +105,10 @@ class Calibration:
 
 
 class Calibrator:
-    """Runs one calibration. llm: the model; its plan stores the model dtype. lesson: the text."""
+    """Runs one calibration. llm: the model; its plan stores the model dtype. lesson: the text.
+
+    Raises BadValue if no layer stores both keys and values.
+    """
 
     def __init__(self, llm: LLM, lesson: Lesson, fmt: KVDtype, kept: Kept) -> None:
         runner = runner_of(llm)
@@ -113,6 +116,17 @@ class Calibrator:
         self._model: LoadedModel = runner.model
         self._lesson = lesson
         self._wide = plan_storing(llm, parse_format("model", asked_by="kvant calibrate"))
+        if not nothing_seen(self._wide):
+            raise BadValue(
+                f"no layer of {llm.planned.target.local.name} stores keys and values",
+                why="scales are measured for both sides, and a latent (MLA) has none",
+                ways_out=(
+                    WayOut(
+                        "choose a format that carries its own scales",
+                        (KV_FORMAT, str(KVDtype.FP8_PER_TOKEN_HEAD)),
+                    ),
+                ),
+            )
         self._narrow = plan_storing(llm, FormatRequest(fmt, fmt))
         self._kept = kept
 
@@ -121,7 +135,7 @@ class Calibrator:
 
         Raises BadValue if no scale can be made from the text. told: called with tokens done and in all.
         """
-        seen, made = self.look(told), []
+        seen = self.look(told)
         names = {spec.geometry.index: spec.geometry.name for spec in self._wide.layers}
         check_seen(seen, names)
         made = candidates(seen)

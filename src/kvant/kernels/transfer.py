@@ -10,7 +10,7 @@ from torch import Tensor
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """Copies a host tensor [n, ..] of any dtype to the device without waiting for running work."""
-    if device.type == "cpu" or not len(numbers):
+    if device.type == "cpu" or not numbers.numel():
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)
 

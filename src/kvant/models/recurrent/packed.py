@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvant.attention.base import Step
 from kvant.errors import EngineFault
+from kvant.kernels.transfer import to_device
 from kvant.kv.codecs import codec_for
 from kvant.kv.state_pool import StateCache, draft_page
 
@@ -97,7 +98,7 @@ class Packed:
                 found = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
             else:
                 owners = np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
-                found = torch.from_numpy(owners).to(self.rows.device)
+                found = to_device(torch.from_numpy(owners), self.rows.device)
             self.step.lists["state owners"] = found
         return found
 
@@ -110,7 +111,8 @@ class Packed:
             places = [place for place, length in enumerate(self.lengths) if length == 1]
             firsts = np.cumsum([0, *self.lengths])[places]
             made = np.stack([np.array(places, np.int64), firsts.astype(np.int64)])
-            found = self.step.lists["state singles"] = torch.from_numpy(made).to(self.rows.device)
+            found = to_device(torch.from_numpy(made), self.rows.device)
+            self.step.lists["state singles"] = found
         return found
 
     def chunks(self, size: int) -> Chunks | None:
@@ -144,7 +146,7 @@ class Packed:
             of_chunks = tokens[::size]
             held = (tokens.reshape(-1, size) < total).sum(1)
             flat = np.concatenate([tokens, *found, *where, firsts, ends, of_chunks, held])
-            made = self.step.lists[key] = torch.from_numpy(flat).to(self.rows.device)
+            made = self.step.lists[key] = to_device(torch.from_numpy(flat), self.rows.device)
         n = len(self.lengths)
         m = sum(counts)
         tokens_, found_, where_, bounds, pieces = torch.split(
@@ -178,7 +180,7 @@ def _offsets(packed: Packed) -> list[int]:
 
 
 def _sent(values: Sequence[int], packed: Packed, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(packed.rows.device)
+    return to_device(torch.tensor(values, dtype=dtype), packed.rows.device)
 
 
 def _part(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvant import SamplingParams
 from kvant.engine.llm import LLM
@@ -88,3 +89,48 @@ def test_in_batch_invariant_mode_bits_do_not_depend_on_how_steps_are_made(
     known = [prompt + answer for prompt, answer in zip(prompts, answered, strict=True)]
     scripted.speculate(drafting.engine, known, wrong_every=5)
     assert numbers(drafting, prompts, params) == expected
+
+
+_MANY_ROWS = 4096
+"""Rows of heads from which on norms of prompts take tiles of several rows."""
+
+
+def test_in_batch_invariant_mode_a_long_prompt_gets_the_bits_of_decoding(tmp_path: Path) -> None:
+    """With as many and as wide heads as Qwen3.5-9B, so that norms of the prompt have many rows."""
+    heads, total = 32, 200
+    families.build(
+        "qwen3_5_text", tmp_path, linear_num_key_heads=heads // 2, linear_num_value_heads=heads,
+        linear_key_head_dim=128, linear_value_head_dim=128,
+    )  # fmt: skip
+    llm = opened(
+        tmp_path, device="cuda", dtype="bfloat16", batch_invariant=True, kv_cache_memory="256MiB",
+        max_num_seqs=2, enable_prefix_caching=False,
+    )  # fmt: skip
+    prompt = [5 + i * i % 90 for i in range(3)]
+    decode = SamplingParams(
+        temperature=0.0, max_tokens=total - len(prompt), ignore_eos=True, logprobs=1
+    )
+    (decoded,) = llm.generate([prompt], decode)
+    text = [*prompt, *decoded.token_ids]
+    assert len(text) * heads > _MANY_ROWS > heads * len(prompt)
+    read = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    (at_once,) = llm.generate([text], read)
+    assert at_once.prompt_logprobs is not None
+    assert at_once.prompt_logprobs[len(prompt) :] == decoded.logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_many_rows_that_must_be_alike_have_the_bits_of_one_row(dtype: torch.dtype) -> None:
+    from kvant.models.recurrent.kernels import gated_norm  # only machines with a GPU have Triton
+
+    numbers = torch.Generator("cuda").manual_seed(1)
+    x, gate = torch.randn(
+        2, 2 * _MANY_ROWS, 128, device="cuda", dtype=dtype, generator=numbers
+    ).unbind()
+    weight = torch.randn(128, device="cuda", dtype=dtype, generator=numbers)
+    together = gated_norm(x, gate, weight, 1e-6, alike=True)
+    few = [
+        gated_norm(some, beside, weight, 1e-6, alike=True)
+        for some, beside in zip(x.split(64), gate.split(64), strict=True)
+    ]
+    assert torch.equal(together, torch.cat(few))

@@ -396,9 +396,12 @@ def _cut_tower(tower: Any) -> None:
             setattr(tower, field, 1)
 
 
-def build(name: str, directory: Path) -> Mapping[str, Any]:
-    """Save a random float32 model of the family in `directory`; its config.json."""
+def build(name: str, directory: Path, **changed: int) -> Mapping[str, Any]:
+    """Save a random float32 model of the family in `directory`; its config.json. changed: fields."""
     config = tiny_config(name)
+    for field, value in changed.items():
+        assert hasattr(config, field)
+        setattr(config, field, value)
     with torch.device("meta"):
         count = sum(p.numel() for p in auto_class(config).from_config(config).parameters())
     if count > _MOST_WEIGHTS:

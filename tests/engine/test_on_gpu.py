@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvant import LLM, SamplingParams
 from kvant.execution.batch import Launched
 from kvant.scheduling.scheduler import Schedule
 from tests.gpu import waiting_is_an_error
 from tests.models import tiny
+from tests.models.tiny_narrow import DIALECTS, build
 
 pytestmark = pytest.mark.gpu
 
@@ -273,3 +275,21 @@ def test_recorded_steps_read_scales_where_they_lie_on_the_device(
     monkeypatch.setattr(ModelRunner, "capture", lambda self, *_: None)
     assert before_and_after(recorded=False) == with_graphs
     assert with_graphs[0] != with_graphs[1]
+
+
+@pytest.mark.parametrize("dialect", [one for one in DIALECTS if "reordered" in one])
+def test_reordered_inputs_give_the_answers_of_their_numbers(dialect: str, tmp_path: Path) -> None:
+    """One row, few rows and a prompt, against the same numbers in bfloat16."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    stored, numbers = build(tmp_path / "stored", dialect, **sizes)
+    wide = tiny.build("llama", tmp_path / "wide", **sizes)
+    save_file(numbers, wide / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=5)
+
+    def given(path: Path, prompts: list[list[int]]) -> list[Any]:
+        llm = LLM(path, device="cuda", dtype="bfloat16", max_num_seqs=16, kv_cache_memory="64MiB")
+        return [result.logprobs for result in llm.generate(prompts, params)]
+
+    for prompts in (PROMPTS[1:2], PROMPTS):
+        for a, b in zip(given(stored, prompts), given(wide, prompts), strict=True):
+            assert abs(a[0].logprob - b[0].logprob) < 0.15

@@ -34,7 +34,7 @@ from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
 from tests.models import tiny
-from tests.models.tiny_narrow import DIALECTS, build
+from tests.models.tiny_narrow import DIALECTS, build, packed
 from tests.planned import plan_of
 
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -308,6 +308,72 @@ def test_orders_of_inputs_that_are_none_are_refused_in_planning_and_at_start(
     assert refused.value.ways_out
 
 
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize(
+    ("bits", "size"),
+    [
+        (2, 32),
+        (3, 32),
+        (3, None),
+        (4, None),
+        (4, 16),
+        (5, 48),
+        (6, 96),
+        (7, 32),
+        (8, 48),
+        (8, None),
+    ],
+)
+def test_packed_integers_without_a_product_are_decoded_to_their_numbers(
+    bits: int, size: int | None, zero_points: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DIALECTS, "x", packed(bits, size, zero_points=zero_points))
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 1}
+    path, numbers = build(tmp_path, "x", **sizes)
+    compute = ComputeDtype.BFLOAT16
+    for device in (GPU, CPU):
+        found = check_values(plan_of(PlanRequest(str(path), device, dtype=compute)))
+        assert found.can_run, found.warnings
+    if found.forward.stored is None:
+        assert "decoded while they are loaded: " in str(found.target.narrow)
+    target = found.target
+    module = load_model(
+        path, target.kv, target.geometry, found.forward, device=torch.device("cpu")
+    )._module
+    for name, weight in module.named_parameters():
+        assert torch.equal(weight, numbers[name].bfloat16()), name
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"num_bits": 3}, r"weight_packed has the shape \[64, 12\]"),
+        ({"num_bits": 6}, r"weight_packed has the shape \[64, 12\]"),
+        ({"group_size": 48}, "groups of 48 do not divide 64 inputs"),
+        ({"group_size": 16}, r"weight_scale has the shape \[64, 3\]"),
+        ({"strategy": "channel", "group_size": None}, r"weight_scale has the shape \[64, 3\]"),
+        ({"num_bits": 3, "symmetric": False}, r"weight_packed has the shape \[64, 12\]"),
+    ],
+)
+def test_widths_and_groups_that_the_files_contradict_are_refused_in_planning_and_at_start(
+    weights: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path, _ = build(tmp_path, "ct int4", num_hidden_layers=1)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"] = _changed_weights(**weights)
+    (path / "config.json").write_text(json.dumps(config))
+    for device in (CPU, GPU):
+        planned = plan_of(PlanRequest(str(path), device))
+        assert not planned.can_run
+        assert planned.audit is not None
+        faults = " ".join(str(one.fault) for one in planned.audit.tensors if one.fault)
+        assert re.search(says, faults)
+        assert all("way out" in line for line in planned.audit.faults)
+    with pytest.raises(BadCheckpoint) as refused:
+        LLM(path, kv_cache_memory="1MiB")
+    assert refused.value.ways_out
+
+
 @pytest.mark.parametrize("dialect", ["ct int4 reordered", "gptq reordered"])
 def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
     dialect: str, tmp_path: Path
@@ -331,8 +397,8 @@ def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
     [
         ({"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}, "experts"),
         ({"text_config": {"model_type": "qwen2"}}, "several parts"),
-        ({"weights": {"num_bits": 3}}, "3-bit"),
-        ({"weights": {"group_size": 48}}, "groups of 48"),
+        ({"weights": {"num_bits": 1}}, "1-bit"),
+        ({"weights": {"group_size": None}}, "groups of None"),
         ({"weights": {"strategy": "channel", "num_bits": 8}}, "in groups"),
     ],
 )

@@ -56,6 +56,37 @@ def _fp8(scales: tuple[int, ...] | None, name: str) -> Layer:
     return make
 
 
+def _stream(codes: np.ndarray[Any, Any], bits: int) -> Tensor:
+    """Codes [n, m] as a stream of bits, the lowest first, in int32 words."""
+    single = (codes[..., None].astype(np.uint8) >> np.arange(bits)) & 1
+    packed = np.packbits(single.reshape(len(codes), -1).astype(np.uint8), axis=1, bitorder="little")
+    words = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 4)))
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def packed(bits: int, size: int | None, *, zero_points: bool) -> tuple[dict[str, Any], Layer]:
+    """compressed-tensors' packed integers of any width, with groups of `size` or a scale per output."""
+    declared: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": not zero_points}
+    declared |= (
+        {"strategy": "channel"} if size is None else {"strategy": "group", "group_size": size}
+    )
+
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        rows, columns = weight.shape
+        groups = 1 if size is None else columns // size
+        codes = torch.randint(0, 1 << bits, weight.shape, generator=generator)
+        scales = (torch.rand((rows, groups), generator=generator) * 0.01 + 0.01).bfloat16()
+        zeros = torch.full((rows, groups), 1 << (bits - 1))
+        tensors = {"weight_packed": _stream(codes.numpy(), bits), "weight_scale": scales}
+        if zero_points:
+            zeros = torch.randint(0, 1 << bits, zeros.shape, generator=generator)
+            tensors["weight_zero_point"] = _stream(zeros.numpy().T, bits).t().contiguous()
+        numbers = codes - zeros.repeat_interleave(columns // groups, 1)
+        return tensors, numbers.float() * scales.float().repeat_interleave(columns // groups, 1)
+
+    return _group("pack-quantized", **declared), make
+
+
 INPUT_SCALE = 0.0625
 """By which layers of dialects with static scales round what they multiply."""
 

@@ -22,6 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvant.errors import BadCheckpoint, KvantError, NotServable, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts
 from kvant.models.quantization import Quantization, format_of
@@ -351,7 +352,11 @@ def await_stored(
         rows, columns = _shape(part)
         refusal = scheme.format.refuse(rows, columns)
         if refusal is not None:
-            raise BadCheckpoint(f"{path}: {name} cannot be stored as declared", why=refusal)
+            raise BadCheckpoint(
+                f"{path}: {name} cannot be stored as declared",
+                why=refusal,
+                ways_out=(COMPARE_CONFIG,),
+            )
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         of, whole = cut.get(f"{name}.weight", (None, (rows, columns)))
         for short, wanted in parts_of(scheme, whole[0], whole[1]).items():

@@ -88,6 +88,11 @@ class Stored:
         return replace(self, groups=groups)
 
     @property
+    def no_product(self) -> str:
+        """Why no product multiplies by some of these weights, "" if products multiply by all."""
+        return next((scheme.no_product for _, scheme in self.groups if scheme.no_product), "")
+
+    @property
     def is_reordered(self) -> bool:
         """Whether layers have their inputs in another order (act-order)."""
         return any(scheme.reordered for _, scheme in self.groups)
@@ -124,7 +129,13 @@ def read_stored(
         return NotStored("weights run as they are stored on NVIDIA GPUs and on CPUs")
     if compute is not None and compute not in _HALF:
         return NotStored(f"products with narrow weights compute in 16 bits, not in {compute.value}")
-    return _declared(config)
+    return _with_products(_declared(config))
+
+
+def _with_products(found: Stored | NotStored) -> Stored | NotStored:
+    """Returns what products multiply by; for weights that are only decoded, the reason."""
+    reason = found.no_product if isinstance(found, Stored) else ""
+    return NotStored(reason) if reason else found
 
 
 def declared_weights(config: Mapping[str, Any]) -> Stored | NotStored | None:
@@ -181,7 +192,7 @@ def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored |
     """Returns `read_stored` for a CPU, which multiplies 4-bit integers in groups and 8-bit ones by output."""
     if compute not in (None, ComputeDtype.FLOAT32):
         return NotStored("products with narrow weights compute in float32 on a CPU")
-    found = _declared(config)
+    found = _with_products(_declared(config))
     for _, scheme in found.groups if isinstance(found, Stored) else ():
         fmt = scheme.format
         if fmt != INT8_CHANNEL and not (fmt.code is Code.INT4 and fmt.scale is Scale.FLOAT16):
@@ -237,9 +248,7 @@ def _read(config: Mapping[str, Any]) -> Stored | NotStored:
     return found
 
 
-def _read_method(
-    config: Mapping[str, Any], fields: Fields, method: str
-) -> Stored | NotStored | None:
+def _read_method(config: Mapping[str, Any], fields: Fields, method: str) -> Stored | NotStored:
     if isinstance(config.get("text_config"), Mapping):
         return NotStored("models with several parts are decoded while they are loaded")
     if lists_experts(config) or method == "mxfp4":
@@ -299,6 +308,8 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
         fmt = scheme.format
         if scheme.reordered:
             return NotStored("products of experts take their inputs in order")
+        if scheme.no_product:
+            return NotStored(scheme.no_product)
         if fmt.global_scale:
             return NotStored(f"experts in {fmt.name} are decoded while they are loaded")
         width = model.integer("moe_intermediate_size", "intermediate_size")
@@ -432,7 +443,7 @@ def _integers(
 
 
 def _int4(dialect: Dialect, size: int | None, *, zero_points: bool) -> Scheme | NotStored:
-    """Returns a scheme of groups of `size`. A scale per output becomes equal scales of groups of 128."""
+    """Returns a scheme of groups of `size`."""
     if size is not None and size < 0:
         return NotStored("4-bit weights with a scale per output have no groups")
     return _grouped(dialect, "int4", Code.INT4, size, zero_points)
@@ -522,23 +533,28 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
     if kind == "float" and bits == 4 and "mxfp4" in layout:
         return Scheme(Dialect.MXFP4_PACK, MXFP4)
     symmetric = weights.flag("symmetric", True)
-    if kind == "int" and bits == 4 and layout == "pack-quantized" and strategy == "group":
-        return _int4(Dialect.PACK_QUANTIZED, group, zero_points=not symmetric)
     if kind == "int" and bits == 8 and symmetric and strategy == "channel":
         if layout == "int-quantized":
             return Scheme(Dialect.INT_QUANTIZED, INT8_CHANNEL)
         if layout == "pack-quantized":
             return Scheme(Dialect.PACK_QUANTIZED, INT8_CHANNEL)
-    if (
-        kind == "int"
-        and bits == 8
-        and symmetric
-        and (strategy, layout) == ("group", "pack-quantized")
-    ):
-        return _grouped(Dialect.PACK_QUANTIZED, "int8", Code.INT8, group)
-    return NotStored(
-        f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
-    )
+    reason = f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
+    if kind == "int" and 2 <= bits <= 8 and layout == "pack-quantized":
+        found: Scheme | NotStored = NotStored(reason)
+        if strategy == "group" and bits == 4:
+            found = _int4(Dialect.PACK_QUANTIZED, group, zero_points=not symmetric)
+        elif strategy == "group" and bits == 8 and symmetric:
+            found = _grouped(Dialect.PACK_QUANTIZED, "int8", Code.INT8, group)
+        is_known = strategy == "channel" or (
+            strategy == "group" and group is not None and group > 0
+        )
+        if isinstance(found, NotStored) and is_known:
+            size = WHOLE if strategy == "channel" else group
+            assert size is not None
+            fmt = WeightFormat(f"int{bits}", Code.INT8, 1, size, Scale.FLOAT16, not symmetric)
+            return Scheme(Dialect.PACK_QUANTIZED, fmt, packed_bits=bits, no_product=found.reason)
+        return found
+    return NotStored(reason)
 
 
 def _whole(

@@ -371,6 +371,7 @@ def _layer(
     read = use.stored or declared
     scheme = None if read is None else read.scheme(layer)
     wanted: dict[str, Part] = {}
+    undivided: BadCheckpoint | None = None
     if scheme is not None and scheme.dialect is Dialect.MXFP4_EXPERTS:
         wanted = _of_experts(layer, scheme, model.listed)
     elif scheme is not None and _is_narrow(layer, names, weight, scheme, tensors):
@@ -378,8 +379,12 @@ def _layer(
         if shape is not None:
             parts = parts_of(scheme, *shape)
             wanted = {f"{layer}.{short}": part for short, part in parts.items()}
+            refusal = scheme.format.refuse(*shape)
+            if refusal is not None:
+                what = f"{layer} cannot be stored as declared"
+                undivided = BadCheckpoint(what, why=refusal, ways_out=(COMPARE_CONFIG,))
     if scheme is not None and wanted:
-        yield from _wanted(layer, scheme, wanted, tensors, use)
+        yield from _wanted(layer, scheme, wanted, tensors, use, undivided)
     for name in names:
         if name not in wanted:
             yield _other(name, layer, scheme if wanted else None, tensors, use, model)
@@ -510,7 +515,7 @@ def _shape(
     if scheme.dialect in (Dialect.GPTQ, Dialect.GPTQ_V2):
         return along, down * 8
     if scheme.dialect is Dialect.PACK_QUANTIZED:
-        return down, along * 32 // scheme.format.code.bits
+        return None if 32 % scheme.bits else (down, along * 32 // scheme.bits)
     return down, along * (2 if scheme.format.code.bits == 4 else 1)
 
 
@@ -537,9 +542,14 @@ def _of_experts(layer: str, scheme: Scheme, listed: Mapping[str, Weight] | None)
 
 
 def _wanted(
-    layer: str, scheme: Scheme, wanted: Mapping[str, Part], tensors: Tensors, use: Use
+    layer: str,
+    scheme: Scheme,
+    wanted: Mapping[str, Part],
+    tensors: Tensors,
+    use: Use,
+    undivided: BadCheckpoint | None,
 ) -> Iterator[TensorUse]:
-    """Yields the tensors that a layer's format needs."""
+    """Yields the tensors that a layer's format needs. undivided: why the format cannot store the layer."""
     fmt = f"{scheme.summary} ({scheme.dialect.value})"
     done = "runs as it is stored" if use.stored is not None else use.decoded
     for name, part in wanted.items():
@@ -564,6 +574,8 @@ def _wanted(
                 found = BadCheckpoint(fault.what, why=fault.why, ways_out=(*fault.ways_out, way))
             state = TensorState.MISSING if dtype is None else TensorState.WRONG
             because = fault.why or fault.what
+        if part.role is Role.CODES and found is None and undivided is not None:
+            found, state, because = undivided, TensorState.WRONG, undivided.why
         if dtype is not None or found is not None:
             yield TensorUse(name, layer, fmt, part.role.value, state, because, dtype, shape, found)
 

@@ -9,7 +9,7 @@ All arithmetic is float32, one IEEE operation at a time; rounding is to nearest 
              and j + 24, lowest first.
     scales   per matrix [1], per output [rows], per block [row blocks, column blocks], per group
              [groups, rows]: groups first, so that the scales of neighbouring outputs are neighbours.
-    zeros    uint8 [groups, rows], or None.
+    zeros    uint8 [groups, rows], or None. Those of 8 bits are the zero point + 128.
     order    int32 [columns], or None: the input that each column of the codes multiplies. Groups are
              neighbours among the codes' columns, not among inputs (act-order).
     offsets  like scales, or None. value = code * scale + offset.
@@ -335,6 +335,8 @@ def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:
         numbers = _E4M3.decode(weight.codes)
     elif fmt.code is Code.INT8:
         numbers = weight.codes.view(torch.int8).to(torch.float32)
+        if weight.zeros is not None:
+            numbers -= _spread(weight.zeros.to(torch.float32) - 128.0, fmt, rows, columns)
     elif fmt.code is Code.E2M1:
         codes = unpack_nibbles(weight.codes, fmt.columns)
         numbers = e2m1.values(codes.device)[codes.to(torch.int64)]

@@ -108,7 +108,7 @@ def read(
         index = "weight_g_idx" if dialect is Dialect.PACK_QUANTIZED else "g_idx"
         order = read_order(f"{name}.{index}", tensors[index], scheme)
     if dialect is Dialect.PACK_QUANTIZED:
-        return _packed(fmt, rows, columns, tensors, order)
+        return _packed(scheme, rows, columns, tensors, order)
     words = tensors["qweight"]
     zeros: Tensor | None = None
     if dialect is Dialect.AWQ:
@@ -142,28 +142,45 @@ def _wide_scales(
 
 
 def _packed(
-    fmt: WeightFormat,
+    scheme: Scheme,
     rows: int,
     columns: int,
     tensors: Mapping[str, Tensor],
     order: Tensor | None,
 ) -> NarrowWeight:
-    """Reads compressed-tensors' integers: words of code + 2^(bits - 1), lowest bits first."""
-    codes = _sorted(_unpack(tensors["weight_packed"], fmt.code.bits), order)
-    scales = tensors["weight_scale"]
-    if fmt.code is Code.INT8:
-        signed = codes ^ 0x80
-        if fmt.columns == WHOLE:
-            return _wide_scales(fmt, rows, columns, signed, scales)
-        grouped = scales.t().contiguous()
-        made = replace(fmt, scale=_SCALE_OF[scales.dtype])
-        return NarrowWeight(made, rows, columns, signed.contiguous(), grouped, order=order)
+    """Reads compressed-tensors' integers: a stream of bits with code + 2^(bits - 1), lowest bits first."""
+    fmt, bits, scales = scheme.format, scheme.bits, tensors["weight_scale"]
+    codes = _sorted(_unpack_stream(tensors["weight_packed"], bits, columns), order)
     zeros = None
     if fmt.zero_points:
-        zeros = _unpack(tensors["weight_zero_point"].t(), fmt.code.bits).contiguous()
+        zeros = _unpack_stream(tensors["weight_zero_point"].t(), bits, rows).contiguous()
     made = replace(fmt, scale=_SCALE_OF[scales.dtype])
+    if fmt.code is Code.INT8:
+        above = 128 - (1 << (bits - 1))
+        signed = (codes + above) ^ 0x80
+        if zeros is not None:
+            zeros += above
+        if fmt.columns == WHOLE:
+            made = replace(fmt, scale=Scale.FLOAT32)
+            zeros = None if zeros is None else zeros.reshape(-1)
+            weight = _wide_scales(made, rows, columns, signed, scales)
+            return replace(weight, zeros=zeros)
+        grouped = scales.t().contiguous()
+        return NarrowWeight(made, rows, columns, signed.contiguous(), grouped, zeros, order=order)
     packed = pack_nibbles(codes, fmt.columns)
     return NarrowWeight(made, rows, columns, packed, scales.t().contiguous(), zeros, order=order)
+
+
+def _unpack_stream(words: Tensor, bits: int, count: int) -> Tensor:
+    """Unpacks int32 [n, m], streams of codes of 2 to 8 bits, to uint8 [n, count]."""
+    if 32 % bits == 0:
+        return _unpack(words, bits)[:, :count]
+    first = torch.arange(count, device=words.device) * bits
+    word, place = first // 32, first % 32
+    next_word = (word + 1).clamp(max=words.shape[1] - 1)
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    both = wide[:, word] | (wide[:, next_word] << 32)
+    return ((both >> place) & ((1 << bits) - 1)).to(torch.uint8)
 
 
 def _unpack(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

@@ -142,13 +142,22 @@ class Scheme:
     """How a checkpoint stores one layer's weight. format: its scale dtype is that of the file.
 
     rounds_inputs: the checkpoint has a scale with which the layer's inputs are rounded to e4m3. reordered:
-    a tensor has the group of each input (act-order); else groups are neighbouring inputs.
+    a tensor has the group of each input (act-order); else groups are neighbouring inputs. packed_bits: bits
+    of a packed integer, if the format's codes are wider. no_product: why no product multiplies by such
+    weights, which are then decoded; "" if one does.
     """
 
     dialect: Dialect
     format: WeightFormat
     rounds_inputs: bool = False
     reordered: bool = False
+    packed_bits: int = 0
+    no_product: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code in the file."""
+        return self.packed_bits or self.format.code.bits
 
     @property
     def summary(self) -> str:

@@ -94,19 +94,17 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
         if dialect is Dialect.NVFP4_PACK:
             return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": one}
         return {"weight": packed, "weight_scale": scale, "weight_scale_2": one}
-    bits = fmt.code.bits
     if dialect is Dialect.PACK_QUANTIZED:
+        words, zero_words = (-(-count * scheme.bits // 32) for count in (columns, rows))
         found = {
-            "weight_packed": Part(Role.CODES, ("I32",), ((rows, columns * bits // 32),)),
+            "weight_packed": Part(Role.CODES, ("I32",), ((rows, words),)),
             "weight_scale": scale,
             "weight_shape": Part(Role.SHAPES, ("I64", "I32"), ((2,),), optional=True),
         }
         if fmt.columns != WHOLE:
             found["weight_g_idx"] = _order(scheme, columns)
         if fmt.zero_points:
-            found["weight_zero_point"] = Part(
-                Role.ZERO_POINTS, ("I32",), ((rows * bits // 32, along),)
-            )
+            found["weight_zero_point"] = Part(Role.ZERO_POINTS, ("I32",), ((zero_words, along),))
         return found
     group = Part(Role.SCALES, _FLOATS, ((along, rows),))
     zeros = Part(Role.ZERO_POINTS, ("I32",), ((along, rows // 8),), optional=not fmt.zero_points)

@@ -221,13 +221,32 @@ def test_what_starts_the_other_server_is_no_part_of_its_line(
     ("flags", "words"),
     [
         (("--max-model-len", "5x"), "--max-model-len is 5x"),
-        (("--port",), "--port is empty"),
+        (("--port=",), "--port is empty"),
         (("--shutdown-timeout", "soon"), "it must be a number"),
     ],
 )
 def test_a_number_that_is_none_is_refused_with_its_flag(flags: tuple[str, ...], words: str) -> None:
     with pytest.raises(BadValue, match=words):
         translated(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--served-model-name",), "--served-model-name needs a value"),
+        (("--api-key", "--port", "80"), "--port comes behind it"),
+        (("--model",), "--model needs a value"),
+        (("--data-parallel-size",), "--data-parallel-size needs a value"),
+    ],
+)
+def test_a_flag_without_its_value_is_refused(flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(BadValue, match=words):
+        translated(*flags)
+
+
+def test_a_value_may_begin_like_a_flag() -> None:
+    given = ["--seed", "-1", "--stop", "--", "--stop", "--END"]
+    assert translated(*given, command="generate") == given
 
 
 def test_other_commands_take_the_spellings_but_not_vllms_flags() -> None:

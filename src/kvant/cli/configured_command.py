@@ -96,10 +96,10 @@ class ConfiguredCommand(TyperCommand):
                 yield "--help"
             elif flag == "--model" and param is None:
                 has_model = True
-                yield value if has_value else _next(rest, flag)
+                yield value if has_value else _next(rest, flag, known)
             elif param is None and one is not None:
                 if one.takes_value and not has_value:
-                    value = _next(rest)
+                    value = _next(rest, flag, known)
                     list(_more(rest, if_any=has_model))
                 try:
                     yield from _carried_over(flag, value, one)
@@ -112,7 +112,7 @@ class ConfiguredCommand(TyperCommand):
                 yield flag + has_value + value
             else:
                 if not has_value:
-                    value = _next(rest)
+                    value = _next(rest, flag, known)
                 if keys:
                     _put(objects.setdefault(flag, {}), keys.replace("-", "_"), value)
                     continue
@@ -193,8 +193,12 @@ class ServeCommand(ConfiguredCommand):
         return shlex.join(["kvant", "serve", *found])
 
 
-def _next(words: deque[str], otherwise: str = "") -> str:
-    return words.popleft() if words else otherwise
+def _next(words: deque[str], flag: str, known: Mapping[str, object]) -> str:
+    """Removes and returns the value of a flag. Raises BadValue if the line ends, or goes on with a flag."""
+    if words and words[0] not in known:
+        return words.popleft()
+    behind = f"{words[0]} comes behind it" if words else "the command line ends behind it"
+    raise BadValue(f"{flag} needs a value", why=behind)
 
 
 def _more(words: deque[str], *, if_any: bool) -> Iterator[str]:

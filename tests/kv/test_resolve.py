@@ -10,12 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvant.errors import NotServable
+from kvant.errors import BadValue, NotServable
 from kvant.kv.checkpoint.facts import CheckpointKV, KVWish, ScalePromise, UnreadableWish
 from kvant.kv.dtype import ComputeDtype, Follow, KVDtype
-from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry
+from kvant.kv.geometry import (
+    Attention,
+    LayerGeometry,
+    ModelGeometry,
+    StateGeometry,
+    StateKind,
+    spans,
+)
 from kvant.kv.names import FormatRequest
-from kvant.kv.request import Asked, KVRequest, LayerRule, Selector, Skip, parse_rule
+from kvant.kv.request import (
+    Asked,
+    AskedState,
+    KVRequest,
+    LayerRule,
+    Selector,
+    Skip,
+    check_request,
+    parse_rule,
+)
 from kvant.kv.resolve import Served, Surroundings, resolve
 from kvant.kv.spec import Rejected, Role, Source
 
@@ -254,3 +270,29 @@ def test_a_plan_names_every_format_that_it_stores_the_most_frequent_first() -> N
     assert list(plan.formats.items()) == [
         ("int8_per_token_head/fp8_e4m3", NUM_LAYERS - 1), ("bfloat16", 1),
     ]  # fmt: skip
+
+
+def test_refused_selectors_list_layers_as_ranges() -> None:
+    request = parse_rule("99:fp8", asked_by="a rule").target
+    with pytest.raises(BadValue, match="'99' selects nothing") as refused:
+        check_request(request, geometry())
+    assert "full: 0, 2, 4; sliding_window: 1, 3, 5" in refused.value.why
+    assert [spans(one) for one in ((), (3,), (0, 1, 2, 5), range(9))] == ["", "3", "0-2, 5", "0-8"]
+
+
+def test_a_state_of_none_is_refused_by_what_the_layers_keep() -> None:
+    plain = geometry()
+    conv = StateGeometry(StateKind.CONV, (3, 8))
+    first, *others = plain.layers
+    short = dataclasses.replace(
+        plain,
+        layers=(dataclasses.replace(first, attention=Attention.NONE, states=(conv,)), *others),
+    )
+    asked = AskedState(StateKind.RECURRENT, KVDtype.BFLOAT16, "--state-dtype bf16")
+    for model, why in (
+        (plain, "no layer of it has a recurrence"),
+        (short, "keep conv states alone"),
+    ):
+        with pytest.raises(BadValue, match="keeps no recurrent state") as refused:
+            check_request(KVRequest(states=(asked,)), model)
+        assert why in refused.value.why

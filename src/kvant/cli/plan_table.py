@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvant.cli.expected_kl import conversions, expected_kl, risk
 from kvant.cli.output import plain
+from kvant.kv.geometry import spans
 from kvant.kv.memory import format_size
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState, Source
 from kvant.models.shape import ShapeSource
@@ -116,7 +117,7 @@ def print_layers(model: PlannedModel, console: Console) -> None:
     rows: list[tuple[str, ...]] = []
     for row, layers in _grouped(model.kv.layers):
         total = sum(layer.bytes_per_token for layer in layers)
-        rows.append((_spans(layer.geometry.index for layer in layers), *row, f"{total:,}"))
+        rows.append((spans(layer.geometry.index for layer in layers), *row, f"{total:,}"))
     titles = ("layers", "attention", "KV heads", "stored as", "backend", "B/token")
     widths = [max(len(line[i]) for line in (titles, *rows)) for i in range(len(titles))]
     _print_line(titles, widths, console, "bold")
@@ -209,17 +210,6 @@ def _both(layer: LayerSpec, say: Callable[[Choice], str]) -> str:
     if layer.v is None or say(layer.v) == k:
         return k
     return f"K {k}, V {say(layer.v)}"
-
-
-def _spans(indices: Iterable[int]) -> str:
-    """Returns ascending indices as ranges: 0, 1, 2, 5 becomes "0-2, 5"."""
-    spans: list[list[int]] = []
-    for index in indices:
-        if spans and spans[-1][1] == index - 1:
-            spans[-1][1] = index
-        else:
-            spans.append([index, index])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
 
 
 def _print_division(plan: Plan, console: Console) -> None:

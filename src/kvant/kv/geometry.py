@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -127,3 +128,14 @@ def _facts(layer: LayerGeometry) -> dict[str, Any]:
     if layer.states:
         facts["states"] = [[state.kind.value, *state.shape] for state in layer.states]
     return facts
+
+
+def spans(indices: Iterable[int]) -> str:
+    """Returns ascending indices as ranges: 0, 1, 2, 5 becomes "0-2, 5"."""
+    found: list[list[int]] = []
+    for index in indices:
+        if found and found[-1][1] == index - 1:
+            found[-1][1] = index
+        else:
+            found.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from kvant.errors import KV_FORMAT, BadValue, WayOut
 from kvant.kv.dtype import PAIR_NAMES, Follow, KVDtype
-from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateKind
+from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateKind, spans
 from kvant.kv.names import FormatRequest, Request, SideRequests, parse_format, parse_one
 
 _KINDS = {"sliding_window": Attention.SLIDING, "full": Attention.FULL}
@@ -424,11 +424,15 @@ def _refuse_states_of_none(request: KVRequest, geometry: ModelGeometry) -> None:
     def keep(kind: StateKind, layers: Iterable[LayerGeometry]) -> bool:
         return any(state.kind is kind for layer in layers for state in layer.states)
 
+    kept = {state.kind.value for layer in geometry.layers for state in layer.states}
+    has = "no layer of it has a recurrence or a convolution"
+    if kept:
+        has = f"its layers keep {' and '.join(kept)} states alone"
     for one in request.states:
         if not keep(one.kind, geometry.layers):
             raise BadValue(
                 f"{one.asked_by}: {geometry.architecture} keeps no {one.kind.value} state",
-                why="its layers keep keys and values",
+                why=has,
                 ways_out=(WayOut("leave the option out"),),
             )
     for rule in request.rules:
@@ -443,13 +447,13 @@ def _refuse_states_of_none(request: KVRequest, geometry: ModelGeometry) -> None:
 
 
 def _list_layers(geometry: ModelGeometry) -> str:
-    kinds: dict[str, list[str]] = {}
+    kinds: dict[str, list[int]] = {}
     for layer in geometry.layers:
         kind = "sliding_window" if layer.attention is Attention.SLIDING else layer.attention.value
         if layer.states and not layer.has_kv:
             kind = _STATEFUL
-        kinds.setdefault(kind, []).append(str(layer.index))
-    listed = "; ".join(f"{kind}: {', '.join(indices)}" for kind, indices in kinds.items())
+        kinds.setdefault(kind, []).append(layer.index)
+    listed = "; ".join(f"{kind}: {spans(indices)}" for kind, indices in kinds.items())
     return f"layers of this model: {listed}; names like {geometry.layers[0].name!r}"
 
 

@@ -216,8 +216,28 @@ def test_each_field_of_an_object_is_what_its_row_says(
             with pytest.raises(ApiError) as refused:
                 refuse_unserved(*unknown)
             assert (refused.value.param or "").endswith(".no_such_field")
-    told = [line for line in caplog.messages if f"{name}.no_such_field" in line]
+    place = OBJECTS[name][1][1][0]
+    told = [line for line in caplog.messages if f"'{place}.no_such_field'" in line]
     assert len(told) == inside.is_history, "an ignored name is logged once"
+
+
+def test_a_part_that_is_refused_is_not_said_to_be_ignored(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unserved, "_ignored", set())
+    body, table = ENDPOINTS["/v1/chat/completions"]
+
+    def told(part: dict[str, Any]) -> list[str]:
+        caplog.clear()
+        text = {"type": "text", "text": "What is this?"}
+        raw = {"messages": [{"role": "user", "content": [text, part]}]}
+        with caplog.at_level(logging.WARNING):
+            refuse_unserved(raw, body, table)
+        return caplog.messages
+
+    assert told({"type": "image_url", "image_url": {"url": "http://a/b.png"}}) == []
+    (line,) = told({"type": "text", "text": "hi", "shade": 1})
+    assert "'messages[].content[].shade'" in line
 
 
 def _swapped(given: tuple[type[Any], Table, dict[str, Any]]) -> tuple[Any, Any, Any]:

@@ -351,6 +351,11 @@ _DEFERRED = Refused(_is(False), "leave the tool out until it is needed")
 _MARKED = {"cache_control": _CACHE, "prompt_cache_breakpoint": _CACHE}
 _SHOWN_BEFORE = "belongs to an answer that was given"
 _HISTORY = Inside(is_history=True)
+TEXT_TYPES = frozenset(
+    {"input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"}
+)
+"""Types of the parts of an item of /v1/responses that have a text."""
+
 INSIDE: Mapping[str, Inside] = {
     "ChatMessage": Inside(
         {
@@ -361,7 +366,7 @@ INSIDE: Mapping[str, Inside] = {
         {"annotations": _SHOWN_BEFORE, "cache_control": _CACHE},
         is_history=True,
     ),
-    "ContentPart": Inside({}, _MARKED, is_history=True),
+    "ContentPart": Inside({}, _MARKED, is_history=True, types=frozenset({"text"})),
     "MadeCall": Inside({}, {"index": "the list has an order"}, is_history=True),
     "CalledFunction": _HISTORY,
     "ToolSpec": Inside(
@@ -392,7 +397,10 @@ INSIDE: Mapping[str, Inside] = {
         is_history=True,
     ),
     "Content": Inside(
-        {}, {**_MARKED, "annotations": _SHOWN_BEFORE, "logprobs": _SHOWN_BEFORE}, is_history=True
+        {},
+        {**_MARKED, "annotations": _SHOWN_BEFORE, "logprobs": _SHOWN_BEFORE},
+        is_history=True,
+        types=TEXT_TYPES,
     ),
     "Tool": Inside(
         {
@@ -421,6 +429,7 @@ INSIDE: Mapping[str, Inside] = {
             "toolset_name": "names of functions are whole",
         },
         is_history=True,
+        types=frozenset({"text", "thinking", "tool_use", "tool_result"}),
     ),
     "MessagesTool": Inside(
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -46,7 +47,8 @@ def _check(given: Mapping[str, Any], kind: type[msgspec.Struct], where: str) -> 
         if name not in table.no_effect
     ]
     if table.is_history:
-        note_ignored(f"{kind.__name__}.{name}" for name in unknown)
+        place = re.sub(r"\[\d+\]", "[]", where)
+        note_ignored(f"{place}.{name}" for name in unknown)
     elif unknown:
         has = ", ".join(sorted(kind.__struct_fields__))
         name = f"{where}.{shown(unknown[0])}"

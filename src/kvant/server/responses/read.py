@@ -9,7 +9,7 @@ from typing import Any
 from kvant.sampling.sampling_params import PARAMS
 from kvant.server.api_error import bad_request, shown
 from kvant.server.config import Limits
-from kvant.server.parameters import RESPONSES
+from kvant.server.parameters import RESPONSES, TEXT_TYPES
 from kvant.server.requests import (
     Facts,
     Generation,
@@ -209,9 +209,7 @@ def _text(given: str | Sequence[Content] | None, where: str) -> str:
         return given
     texts = []
     for place, part in enumerate(given):
-        if part.type not in (
-            "input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text",
-        ):  # fmt: skip
+        if part.type not in TEXT_TYPES:
             raise bad_request(
                 f"a part of type {shown(part.type)!r} is not offered: this server takes text",
                 f"{where}[{place}].type",

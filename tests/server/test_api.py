@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvant.engine.llm import LLM
+from kvant.kv.memory import format_size
 from kvant.sampling.sampling_params import SamplingParams
 from tests.server.conftest import DEFAULT
 from tests.server.harness import COMMAND, MODEL_LEN, Server, events
@@ -138,6 +139,9 @@ def test_models_tell_root_length_and_what_is_stored(server: Server) -> None:
     assert found["root"] == str(server.model)
     assert found["max_model_len"] == MODEL_LEN
     assert "fp8_per_token_head" in found["kv_cache"]["stored_as"]
+    planned = server.get("/v1/kv/plan").json["memory"]
+    told = next(line for line in server.output if "KV cache:" in line)
+    assert f"{format_size(planned['kv_bytes'])} hold {planned['capacity_tokens']:,} tokens" in told
     assert "plan" not in found["kv_cache"]  # clients ask often; /v1/kv/plan has all of it
     assert server.get(f"/v1/models/{found['id']}").json == found
     missing = server.get("/v1/models/another")

@@ -288,7 +288,8 @@ def _states_line(plan: Plan) -> str:
 
 def _group_line(group: KeptLayers) -> str:
     drafts = f" and {len(group.draft_layers)} of the drafter" if group.draft_layers else ""
-    size = f"{len(group.layers)} layers{drafts}, {group.bytes_per_token:,} bytes per token"
+    count = f"{len(group.layers)} layer{'s' if len(group.layers) > 1 else ''}"
+    size = f"{count}{drafts}, {group.bytes_per_token:,} bytes per token"
     if group.window is None or group.most_bytes is None:
         return f"{size}: every token is kept"
     if group.is_wide:

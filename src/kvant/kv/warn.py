@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.checkpoint.lookup import unclaimed
 from kvant.kv.format import CheckpointScales, ScalePlace
-from kvant.kv.geometry import Attention
+from kvant.kv.geometry import Attention, spans
 from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
 
 
@@ -76,4 +76,4 @@ def _span(layers: list[int], total: int) -> str:
         return "every layer"
     if len(layers) > 8:
         return f"{len(layers)} of {total} layers"
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
+    return f"layer{'s' if len(layers) > 1 else ''} {spans(layers)}"

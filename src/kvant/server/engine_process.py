@@ -217,14 +217,19 @@ _NUMERICAL = "the model computed NaN or Inf for this request"
 
 def _ready(built: BuiltEngine) -> Ready:
     target, plan = built.planned.target, plan_json(built.planned)
+    memory = built.planned.memory
     return Ready(
         model=target.local.name,
         path=str(target.local.path),
         revision=target.local.revision,
         plan=json.dumps(plan).encode(),
-        stored_as=", ".join(f"{name} ({count} layers)" for name, count in built.kv.formats.items()),
+        stored_as=", ".join(
+            f"{name} ({count} layer{'s' if count > 1 else ''})"
+            for name, count in built.kv.formats.items()
+        ),
         bytes_per_token=built.kv.bytes_per_token,
-        capacity_tokens=built.planned.memory.capacity_tokens or 0,
+        capacity_tokens=memory.capacity_tokens or 0,
+        pool_bytes=(memory.kv_bytes or 0) * built.planned.num_ranks,
         max_model_len=built.engine.limits.max_model_len,
         max_num_seqs=built.engine.limits.max_num_seqs,
         vocab_size=built.engine.vocab_size,

@@ -67,7 +67,8 @@ class PageStore(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """Says that the engine accepts requests. plan: the JSON of `kvant plan`. path: the model's directory,
-    for the tokenizer. pooling: how an embedding engine makes a vector; None for an engine that generates.
+    for the tokenizer. pool_bytes: of pages, on all ranks. pooling: how an embedding engine makes a vector;
+    None for an engine that generates.
     """
 
     model: str
@@ -77,6 +78,7 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     stored_as: str
     bytes_per_token: int
     capacity_tokens: int
+    pool_bytes: int
     max_model_len: int
     max_num_seqs: int
     vocab_size: int

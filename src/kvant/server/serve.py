@@ -194,9 +194,8 @@ class _Server:
         key = "an API key is needed" if self.config.api_keys else "no API key"
         header = " -H 'Authorization: Bearer KEY'" if self.config.api_keys else ""
         self.say(
-            f"kvant: KV cache: {ready.stored_as}; {ready.bytes_per_token:,} bytes a token, "
-            f"{ready.capacity_tokens:,} tokens "
-            f"({format_size(ready.capacity_tokens * ready.bytes_per_token)}), "
+            f"kvant: KV cache: {ready.stored_as}; {ready.bytes_per_token:,} bytes a token; "
+            f"{format_size(ready.pool_bytes)} hold {ready.capacity_tokens:,} tokens, "
             f"{ready.max_model_len:,} a sequence"
         )
         self.say(f"kvant: try: curl {url}/v1/models{header}")

@@ -81,13 +81,13 @@ def _refuse_recipe(facts: ForwardFacts, recipe: Recipe) -> str | None:
         if not _serves_experts(recipe.mixture):
             return f"it does not compute layers of experts as those of {name} are"
         if facts.has_narrow:
-            return "it runs experts whose weights are numbers"
+            return "it runs experts with weights of 16 or 32 bits only"
     if recipe.mixers:
         family = text_section(facts.config).get("model_type", name)
         if family not in _RECURRENT:
             return f"its recurrent layers are gated delta nets, which those of {name} are not"
         if facts.has_narrow:
-            return "it runs recurrent layers whose weights are numbers"
+            return "it runs recurrent layers with weights of 16 or 32 bits only"
         if facts.batch_invariant:
             return "its recurrences run in other ways over prompts than over single tokens"
     return None if recipe.is_plain else f"its layers are Llama's, which those of {name} are not"

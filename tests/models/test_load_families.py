@@ -15,8 +15,9 @@ from kvant.kv.dtype import KVDtype
 from kvant.models.geometry import read_geometry
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
+from kvant.models.read_shape import read_shape
 from tests.attention import driver
-from tests.models import loading, tiny, tiny_multimodal
+from tests.models import families, loading, tiny, tiny_multimodal
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 24  # with the longest prompt three windows and a half
@@ -98,3 +99,14 @@ def test_the_text_model_of_a_multimodal_checkpoint_runs_alike(name: str, tmp_pat
     geometry = tiny_multimodal.geometry(name)
     model = loading.load(path, driver.plan(geometry.layers), geometry)
     assert generated_by_kvant(model, chunk=7) == generated_by_transformers(path)
+
+
+def test_heads_of_which_no_number_rotates_generate_the_tokens_of_transformers(
+    tmp_path: Path,
+) -> None:
+    config = families.build("gpt_neox", tmp_path, num_attention_heads=32)
+    geometry = read_shape(config).geometry
+    assert geometry.layers[0].head_dim_k == 2
+    assert config["rope_parameters"]["partial_rotary_factor"] < 0.5
+    model = loading.load(tmp_path, driver.plan(geometry.layers, KVDtype.FLOAT32), geometry)
+    assert generated_by_kvant(model, 1000) == generated_by_transformers(tmp_path)

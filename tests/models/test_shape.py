@@ -69,6 +69,7 @@ def test_numbers_without_which_a_probed_model_does_not_start_are_refused(
     [
         ("num_hidden_layers", 2**40),
         ("num_local_experts", 2**40),
+        ("n_positions", 2**40),
         ("logits_scaling", 0),
         ("rms_norm_eps", math.nan),
     ],
@@ -76,6 +77,28 @@ def test_numbers_without_which_a_probed_model_does_not_start_are_refused(
 def test_absurd_numbers_are_refused_before_a_probe(field: str, value: float) -> None:
     with pytest.raises(BadCheckpoint, match=field) as refused:
         read_shape(config("granitemoe", **{field: value}))
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize("value", [False, 0, 3])
+def test_numbers_of_experts_that_contradict_each_other_are_refused(value: int) -> None:
+    said = {**config("qwen3_moe"), "num_experts": 4, "num_local_experts": value}
+    with pytest.raises(BadCheckpoint, match="num_local_experts") as refused:
+        read_shape(said)
+    assert ("a whole number" if value is False else "4 experts") in refused.value.why
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": None},
+        {"head_dim": 1},
+    ],
+)
+def test_heads_of_one_number_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(BadCheckpoint, match="one number each") as refused:
+        read_shape(config("llama", **changes))
     assert refused.value.ways_out
 
 

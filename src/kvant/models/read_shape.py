@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry, StateKind
 from kvant.models.geometry.families import is_drafter, is_listed, name_of
@@ -39,6 +40,18 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises BadCheckpoint, naming field and value, for fields that are missing or invalid; NotServable
     for a model that needs techniques that Kvant lacks, or whose tokens differed from transformers'.
     """
+    found = _read(config)
+    for index, layer in enumerate(found.geometry.layers):
+        if layer.num_q_heads and 1 in (layer.head_dim_k, layer.head_dim_v):
+            raise BadCheckpoint(
+                f"config.json: the {layer.num_q_heads} heads of layer {index} have one number each",
+                why="a check of attention cannot tell errors from rounding in rows of one number",
+                ways_out=(COMPARE_CONFIG,),
+            )
+    return found
+
+
+def _read(config: Mapping[str, Any]) -> ModelShape:
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     if isinstance(config, Mapping):
         check_mixture(config)

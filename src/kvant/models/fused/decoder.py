@@ -578,7 +578,7 @@ class AngleSource:
             at = at.expand(3, *at.shape)
         cos, sin = self.rotary(x[None], at, *self.arguments)
         # Positions of images have three sections, which are equal for text.
-        cos, sin = (part.reshape(-1, *part.shape[-2:])[0] for part in (cos, sin))
+        cos, sin = (part[(0,) * (part.ndim - 2)] for part in (cos, sin))
         return self._once(cos), self._once(sin)
 
     def _once(self, table: Tensor) -> Tensor:

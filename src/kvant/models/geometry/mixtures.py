@@ -38,8 +38,14 @@ def check_mixture(config: Mapping[str, Any]) -> None:
     fields = Fields(given, section="" if given is config else "text_config.")
     text = {**left_out(given, str(given.get("model_type"))), **given}
     count = _count(given)
+    for name in EXPERT_FIELDS:
+        if type(given.get(name)) is bool:
+            raise fields.bad(name, "it must be a whole number")
     if count is None:
         return
+    for name in EXPERT_FIELDS:
+        if _whole(given, name) not in (None, count):
+            raise fields.bad(name, f"another field says that a layer has {count} experts")
     for name in _CHOSEN_FIELDS:
         chosen = _whole(text, name)
         if chosen is not None and not 1 <= chosen <= count:

@@ -19,6 +19,9 @@ from kvant.models.geometry.windows import num_layers
 
 _MAX_VOCABULARY = 2**28
 
+_MAX_POSITIONS = 2**20
+"""Rows of a table of positions, which a probe of CTRL computes."""
+
 _COUNTS = re.compile(r"(?:layer|expert|block|time)s?$|depth$")
 """Ends of the names of fields that count modules."""
 
@@ -93,6 +96,8 @@ def refuse_absurd(config: Mapping[str, Any]) -> None:
             most = 2**16 if counts is not None and "expert" in counts[0] else MAX_LAYERS
             if counts is not None and type(value) is int and value > most:
                 raise fields.bad(name, f"it must be at most {most}")
+            if name == "n_positions" and type(value) is int and value > _MAX_POSITIONS:
+                raise fields.bad(name, f"it must be at most {_MAX_POSITIONS}")
         if fields.given("logits_scaling") == 0:
             raise fields.bad("logits_scaling", "logits are divided by it")
 

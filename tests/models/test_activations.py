@@ -17,6 +17,7 @@ from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import read_geometry
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.select import select_forward
+from kvant.weights.format import MOST_DECODED
 
 CONFIG = json.loads((Path(__file__).parents[1] / "configs" / "qwen3-8b.json").read_text())
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -102,6 +103,17 @@ def test_experts_in_blocks_round_on_hopper_gpus() -> None:
     config = MOE | {"quantization_config": compressed(strategy="token", dynamic=True)}
     rows = choose(replace(facts, config=config))
     assert "experts round activations on Hopper GPUs" in rows.activations_because
+
+
+def test_memory_to_decode_experts_is_counted_where_they_are_decoded() -> None:
+    config = MOE | {"quantization_config": BLOCKS}
+    facts = replace(facts_of(), config=config, geometry=read_geometry(config))
+    decoded = choose(facts, Activations.EXACT).extra_bytes
+    linear = 2 * 2 * 2048 * 6144  # the largest weight of a linear layer, after decoding
+    assert decoded - choose(facts).extra_bytes == 2 * MOST_DECODED - linear
+    rounded = replace(facts, config=MOE, quantization=Quantization.FP8_DYNAMIC)
+    assert choose(rounded).activations is Activations.FP8
+    assert choose(rounded).extra_bytes == decoded
 
 
 def test_a_plan_says_that_experts_are_not_rounded_by_token() -> None:

@@ -25,9 +25,14 @@ def with_activations(
 
     A flag wins over a checkpoint's declaration. Raises NotServable, with ways out, if products cannot do as
     it asks. With a declaration that they cannot follow, activations keep 16 bits, and the choice says
-    why. Scales of activations are only read if products use them.
+    why. Scales of activations are only read if products use them, and memory to decode weights is only
+    counted if products do.
     """
     chosen = _decide(forward, asked, facts)
+    rounds = chosen.activations in _FP8 and _rounds_for_experts(chosen.stored, facts)
+    if rounds and chosen.info is not None:
+        rounded = replace(facts, rounds_for_experts=True)
+        chosen = replace(chosen, extra_bytes=chosen.info.extra_bytes(rounded))
     if chosen.stored is None or chosen.activations is Activations.FP8_STATIC:
         return chosen
     return replace(chosen, stored=chosen.stored.without_input_scales)

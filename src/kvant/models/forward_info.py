@@ -30,6 +30,7 @@ class ForwardFacts:
     config: the model's config.json. quantization: how weights are rounded while they are loaded.
     batch_invariant: no row's result may depend on other rows. num_ranks: number of ranks that share it.
     matrices: the dtype in which its files store all matrices, None if they differ or nothing is known.
+    rounds_for_experts: products with experts round activations in steps of many rows.
     """
 
     config: Mapping[str, Any]
@@ -40,6 +41,7 @@ class ForwardFacts:
     batch_invariant: bool = False
     num_ranks: int = 1
     matrices: ComputeDtype | None = None
+    rounds_for_experts: bool = False
 
     @property
     def on_cpu(self) -> bool:
@@ -49,7 +51,8 @@ class ForwardFacts:
     def scratch_bytes(self) -> int:
         """Bytes of the largest narrow weight after decoding, for products of many rows on a GPU.
 
-        A rounded head is decoded in parts, and so are experts, which only Hopper GPUs decode.
+        A rounded head is decoded in parts, and so are experts, which only Hopper GPUs decode, and not if they
+        take rounded activations.
         """
         if not self.has_narrow:
             return 0
@@ -64,7 +67,8 @@ class ForwardFacts:
         of_layers = hidden * max(heads, 2 * int(inner or 4 * hidden))
         rounds_head = self.quantization is not None and self.num_ranks == 1
         head = min(hidden * self.geometry.vocab_size, MOST_DECODED) if rounds_head else 0
-        decodes = self.device.arch == "sm_90" and not self.batch_invariant
+        never = self.batch_invariant or self.rounds_for_experts
+        decodes = self.device.arch == "sm_90" and not never
         experts = min(numbers_of_experts(self.config), MOST_DECODED) if decodes else 0
         return 2 * max(of_layers, head, experts)
 

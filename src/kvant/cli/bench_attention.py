@@ -11,7 +11,7 @@ import typer
 
 from kvant.cli.output import OutFile, write_json
 from kvant.cli.progress import tracked
-from kvant.errors import BadValue, NotServable
+from kvant.errors import BadValue, NotServable, WayOut
 from kvant.kv.dtype import KVDtype
 
 if TYPE_CHECKING:
@@ -72,7 +72,11 @@ def run_grid(
     import torch
 
     if not torch.cuda.is_available():
-        raise NotServable("attention on a GPU is to be measured", why="torch sees no GPU here")
+        raise NotServable(
+            "kvant bench attention needs a GPU",
+            why="torch sees none here",
+            ways_out=(WayOut("measure a whole model on this CPU", ("kvant", "bench", "throughput")),),
+        )
 
     from dataclasses import asdict
 

@@ -26,16 +26,22 @@ def prompt(name: str, length: int, *, shared: int = 0, by: str = "") -> Any:
         f"{by if (n + 1) * PAGE <= shared else name} {n}".encode()
         for n in range((length - 1) // PAGE)
     ]
-    return SimpleNamespace(prefix_hashes=hashes, num_prompt_tokens=length, number=hash(name) % 1000)
+    return SimpleNamespace(
+        prefix_hashes=hashes,
+        num_prompt_tokens=length,
+        number=hash(name) % 1000,
+        num_cached_tokens=None,
+    )
 
 
-def run(states: KeptStates, one: Any) -> int:
-    """Computes a prompt; returns the tokens that it continued from."""
+def run(states: KeptStates, one: Any, piece: int = 8192) -> int:
+    """Computes a prompt in pieces of at most `piece` tokens; returns the tokens that it continued from."""
     start = len(states.reach(one, list(range(len(one.prefix_hashes) - 1)))) * PAGE
     states.use(one, start // PAGE)
-    found = start
+    found, one.num_cached_tokens = start, None
     while start < one.num_prompt_tokens:
-        count = states.room(one, start, min(8192, one.num_prompt_tokens - start))
+        count = states.room(one, start, min(piece, one.num_prompt_tokens - start))
+        one.num_cached_tokens = found
         start += count
         states.keep(one, start)
         assert not states.audit()
@@ -65,6 +71,22 @@ def test_as_many_prompts_as_states_keep_their_ends(lengths: list[int], more: int
     for one in prompts:
         run(states, one)
     assert [run(states, one) for one in prompts] == [end(n) for n in lengths]
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(300, 5000), piece=st.integers(1, 300))
+def test_a_prompt_keeps_its_end_in_pieces_of_any_length(length: int, piece: int) -> None:
+    states, _ = made(8)
+    one = prompt("a", length)
+    assert [run(states, one, piece) for _ in range(2)] == [0, end(length)]
+
+
+def test_a_prompt_that_goes_on_shortly_behind_a_kept_state_is_not_cut() -> None:
+    states, _ = made(8)
+    run(states, prompt("a", 1000))
+    longer = prompt("b", 1100, shared=992, by="a")
+    assert run(states, longer, piece=64) == 992
+    assert run(states, longer) == 992, "its end is less than 128 tokens behind"
 
 
 @settings(max_examples=30, deadline=None)

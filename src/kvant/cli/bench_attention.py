@@ -75,7 +75,9 @@ def run_grid(
         raise NotServable(
             "kvant bench attention needs a GPU",
             why="torch sees none here",
-            ways_out=(WayOut("measure a whole model on this CPU", ("kvant", "bench", "throughput")),),
+            ways_out=(
+                WayOut("measure a whole model on this CPU", ("kvant", "bench", "throughput")),
+            ),
         )
 
     from dataclasses import asdict

@@ -20,7 +20,7 @@ from kvant.kv.pages import PageAllocator
 from kvant.scheduling.request import FinishReason, Sequence
 
 LEAST_TOKENS = 128
-"""The fewest tokens of a piece that is cut at the end of the last whole page. The cut costs one more step."""
+"""The fewest tokens from a kept state to the end of a prompt that is kept too. A cut costs one more step."""
 
 
 @dataclass(slots=True)
@@ -86,9 +86,12 @@ class KeptStates:
 
     def room(self, sequence: Sequence, start: int, count: int) -> int:
         """Returns how many of `count` tokens from `start` a piece may have, to end where a state is kept."""
-        room, end = self._stride - start % self._stride, self._end(sequence) - start
-        if end >= LEAST_TOKENS:
-            room = min(room, end)
+        since, end = start % self._stride, self._end(sequence)
+        first = start if sequence.num_cached_tokens is None else sequence.num_cached_tokens
+        kept = max(start - since, first)
+        room = self._stride - since
+        if end > start and end - kept >= LEAST_TOKENS:
+            room = min(room, end - start)
         return min(count, room)
 
     def keep(self, sequence: Sequence, end: int) -> int | None:

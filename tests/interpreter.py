@@ -5,6 +5,8 @@
 - Each sum and product of integers is computed a second time in int64. An assertion compares the two, and
   `InterpreterOptions.debug` is off, so the assertion is never made.
 - Each value builds a table of numpy's types and a tuple of its shape.
+
+It also multiplies bfloat16: Triton's interpreter, which numpy gives no such type, multiplies its bits.
 """
 
 from __future__ import annotations
@@ -85,3 +87,19 @@ def _make_tensor_once(value: language.tensor, handle: Any, kind: language.dtype)
 
 _make_tensor = language.tensor.__init__
 language.tensor.__init__ = _make_tensor_once
+
+
+def _dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+    a, b = (
+        interpreter.TensorHandle(
+            (x.data.astype(np.uint32) << 16).view(np.float32), language.float32
+        )
+        if x.dtype.scalar == language.bfloat16
+        else x
+        for x in (a, b)
+    )
+    return _product(builder, a, b, *others)
+
+
+_product = interpreter.InterpreterBuilder.create_dot
+interpreter.InterpreterBuilder.create_dot = _dot

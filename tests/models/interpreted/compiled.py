@@ -59,7 +59,8 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
         for place, name in enumerate(names)
         if types[name].startswith("*") or _is_aligned(arguments[name], types[name])
     }
-    asked = {k: options[k] for k in ("num_warps", "num_stages", "launch_pdl") if k in options}
+    known = "num_warps", "num_stages", "launch_pdl", "maxnreg"
+    asked = {name: options[name] for name in known if name in options}
     key = kernel.fn.__name__, *types.items(), *[(n, str(arguments[n])) for n in sorted(constant)]
     if (key, *asked.items()) in _compiled:
         return

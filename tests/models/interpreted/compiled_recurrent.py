@@ -18,6 +18,7 @@ from kvant.kv.state_pool import StateCache
 from kvant.models.recurrent import delta_chunks, delta_layer, kernels, mamba_layer, stored
 from kvant.models.recurrent.packed import Chunks
 from tests.attention import driver
+from tests.models.interpreted.compiled import MOST_SHARED
 from tests.models.interpreted.compiled import _compile as compile_only
 from tests.models.recurrent.test_scan import packed
 
@@ -101,14 +102,18 @@ def main() -> None:
                 out,
             )
         there = replace(packed([0] * n, [2] * n, [0] * n), rows=rows)
-        delta_chunks.delta_chunks(
-            x, a, a, per_head, per_head, state, there, chunks, 16, out, strongest=1.0
-        )
+        for places in ([0], [0] * 5):  # few and many sequences
+            delta_chunks.delta_chunks(
+                x, a, a, per_head, per_head, state, there, replace(chunks, places=places), 16, out,
+                strongest=1.0,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":
     delta_layer.launches_ahead = lambda _: True  # type: ignore[assignment]
-    delta_layer.multiprocessors = lambda _: 132
+    delta_layer.multiprocessors = kernels.multiprocessors = lambda _: 132
+    kernels.shared_memory_of_a_program = lambda _: MOST_SHARED
+    delta_chunks.is_nvidia = lambda _: True
     stored.has_ptx = lambda _: True  # type: ignore[assignment]
     JITFunction.run = compile_only  # type: ignore[method-assign,assignment]
     main()

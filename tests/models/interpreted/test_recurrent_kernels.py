@@ -227,6 +227,56 @@ def test_chunks_of_the_delta_rule(alike: bool, dtype: torch.dtype, far: float) -
     same((out, state), expected, lengths, far)
 
 
+@pytest.mark.parametrize("processors", [1, 1000])
+def test_chunks_of_values_of_any_size(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in 16 bits scale what they multiply: results are those of small values, to the bit."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: processors)
+    monkeypatch.setattr(kernels, "shared_memory_of_a_program", lambda _: 1 << 18)
+    torch.manual_seed(7)
+    length, heads, keys, values = 70, 2, 16, 128
+    mixed = torch.randn(length, 2 * keys + heads * values, device=DEVICE).to(torch.bfloat16)
+    a, b = torch.randn(2, length, heads, device=DEVICE)
+    a_log, bias = torch.randn(2, heads, device=DEVICE)
+    step = packed([0], [length], [0]).step
+    there = Packed.of(
+        replace(
+            step, cu_seqlens_q=step.cu_seqlens_q.to(DEVICE), seqlens_kv=step.seqlens_kv.to(DEVICE),
+            rows=torch.zeros(1, dtype=torch.int64, device=DEVICE),
+        )
+    )  # fmt: skip
+    chunks = there.chunks(64)
+    assert chunks is not None
+
+    def run(factor: float) -> tuple[Tensor, Tensor]:
+        scaled = mixed.clone()
+        scaled[:, 2 * keys :] *= factor
+        state, out = torch.zeros(1, heads, values, keys), torch.zeros(length, heads, values)
+        state, out = state.to(DEVICE), out.to(DEVICE, torch.bfloat16)
+        given = scaled, a, b, a_log, bias, native(state)
+        chunk_kernels.delta_chunks(*given, there, chunks, 1, out, strongest=1.0)
+        return out, state
+
+    for factor in (2.0**60, 2.0**-60):
+        for large, small in zip(run(factor), run(1.0), strict=True):
+            assert torch.equal(large, small * factor)
+    assert not any(found.any() for found in run(0.0))
+
+
+def test_which_programs_pass_states_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, exact = (torch.empty(1, 1, 64, 128, dtype=d) for d in (torch.float16, torch.float32))
+    monkeypatch.setattr(kernels, "multiprocessors", lambda _: 132)
+    for room, few, many in (
+        (232448, (32, 2), (128, 2)),
+        (163840, (32, 2), (32, 2)),
+        (101376, (32, 1), (32, 1)),
+    ):
+        monkeypatch.setattr(kernels, "shared_memory_of_a_program", lambda _, room=room: room)
+        assert kernels._passage(32, 128, 128, narrow) == few
+        assert kernels._passage(256, 128, 128, narrow) == many
+        assert kernels._passage(256, 128, 128, exact) == (32, 1)
+        assert kernels._passage(32, 16, 128, narrow)[0] == 16
+
+
 @pytest.mark.parametrize("rows", [3, 1030])
 def test_a_gated_norm(rows: int) -> None:
     torch.manual_seed(4)

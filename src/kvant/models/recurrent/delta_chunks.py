@@ -12,12 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvant.models.recurrent.kernels import over_chunks, softplus
+from kvant.kernels.triton.device import is_nvidia
+from kvant.models.recurrent.kernels import over_chunks, shrunk, softplus
 from kvant.models.recurrent.packed import Chunks, Packed
 from kvant.models.recurrent.stored import Stored
 
 _PART = tl.constexpr(16)
 """Rows of a triangular system that are solved one after the other."""
+
+_REGISTERS = 168
+"""A thread has at most this many, which lets a multiprocessor of an H200 hold three programs."""
 
 
 def delta_chunks(
@@ -34,7 +38,8 @@ def delta_chunks(
     count, size = chunks.pieces.shape[1], chunks.size
     exact = precision(mixed) == "tf32x3"
     # No row of q, k or moved is longer than 2, since keys have length 1 and are taken away with a strength of
-    # at most 2. So float16 holds them, with one bit more than a tf32 product reads of a float32 number.
+    # at most 2. No entry of the system's inverse is larger either. So float16 holds them, with as many bits
+    # as a tf32 product reads of a float32 number.
     held = torch.float32 if exact else torch.float16
     q, k, moved = (mixed.new_empty(count, heads, size, keys, dtype=held) for _ in range(3))
     scores = mixed.new_empty(count, heads, size, size, dtype=held)
@@ -46,6 +51,7 @@ def delta_chunks(
         HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, SIZE=size,
         WIDE_KEYS=max(16, triton.next_power_of_2(keys)), WIDE=max(16, triton.next_power_of_2(values)),
         PRECISION=precision(mixed), num_warps=8 if exact else 4, num_stages=1,
+        **({"maxnreg": _REGISTERS} if is_nvidia(mixed.device) and not exact else {}),
     )  # fmt: skip
     over_chunks(
         q, k, v, moved, scores, whole, state, packed.rows, packed.starts, chunks, out,
@@ -99,11 +105,12 @@ def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias
     h = tl.program_id(1)
     first = tl.load(pieces + n)
     length = tl.load(pieces + count + n)
-    t, kk, vv = tl.arange(0, SIZE), tl.arange(0, WIDE_KEYS), tl.arange(0, WIDE)
-    inside, is_key, is_value = t < length, kk < KEYS, vv < VALUES
+    t, kk = tl.arange(0, SIZE), tl.arange(0, WIDE_KEYS)
+    inside, is_key = t < length, kk < KEYS
     token = first + t
-    of_keys, of_values = inside[:, None] & is_key[None, :], inside[:, None] & is_value[None, :]
+    of_keys = inside[:, None] & is_key[None, :]
     line = mixed + token[:, None] * mixed_stride
+    PART: tl.constexpr = min(64, WIDE_KEYS, WIDE)
     width: tl.constexpr = HEADS // PER_KEY * KEYS
     held: tl.constexpr = moved.dtype.element_ty
     at = n * HEADS + h
@@ -116,26 +123,43 @@ def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias
     tl.store(whole + at, tl.exp(total))
     k_at = line + width + h // PER_KEY * KEYS + kk[None, :]
     to = at * SIZE * KEYS + t[:, None] * KEYS + kk[None, :]
-    k = tl.load(k_at, mask=of_keys, other=0.0).to(tl.float32)
-    k_scale = tl.rsqrt(tl.sum(k * k, 1) + 1e-6)
-    k = k * k_scale[:, None]
-    tl.store(k_out + to, (k * tl.exp(total - since)[:, None]).to(held), mask=is_key[None, :])
-    decay = tl.exp(tl.where(t[:, None] >= t[None, :], since[:, None] - since[None, :], -1e30))
+    k = tl.load(k_at, mask=of_keys, other=0.0)
+    wide = k.to(tl.float32)
+    k_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+    wide = wide * (k_scale * tl.exp(total - since))[:, None]
+    tl.store(k_out + to, wide.to(held), mask=is_key[None, :])
     turned = tl.trans(k)
-    lower = tl.dot(k, turned, input_precision=PRECISION) * decay * beta[:, None]
+    decay = tl.exp(tl.where(t[:, None] >= t[None, :], since[:, None] - since[None, :], -1e30))
+    decay = decay * k_scale[None, :]
+    lower = tl.dot(k, turned, input_precision=PRECISION) * decay * (beta * k_scale)[:, None]
     lower = tl.where(t[:, None] > t[None, :], lower, 0.0)
-    q = tl.load(line + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0).to(tl.float32)
-    q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
-    near = tl.dot(q, turned, input_precision=PRECISION) * decay
+    tl.debug_barrier()  # keeps later loads behind, and so the number of registers low
+    q = tl.load(line + h // PER_KEY * KEYS + kk[None, :], mask=of_keys, other=0.0)
+    wide = q.to(tl.float32)
+    q_scale = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6) * scale
+    wide = wide * (q_scale * tl.exp(since))[:, None]
+    tl.store(q_out + to, wide.to(held), mask=is_key[None, :])
+    near = tl.dot(q, turned, input_precision=PRECISION) * decay * q_scale[:, None]
     tl.store(scores + at * SIZE * SIZE + t[:, None] * SIZE + t[None, :], near.to(held))
-    tl.store(q_out + to, (q * tl.exp(since)[:, None]).to(held), mask=is_key[None, :])
-    solved = _inverse(lower, SIZE, PRECISION)
-    v_at = line + 2 * width + h * VALUES + vv[None, :]
-    v = tl.load(v_at, mask=of_values, other=0.0).to(tl.float32)
-    v = tl.dot(solved, v * beta[:, None], input_precision=PRECISION)
-    v_to = at * SIZE * VALUES + t[:, None] * VALUES + vv[None, :]
-    tl.store(v_out + v_to, v, mask=is_value[None, :])
-    tl.debug_barrier()  # keeps the second load of k behind the inverse
-    k = tl.load(k_at, mask=of_keys, other=0.0).to(tl.float32) * k_scale[:, None]
-    m = tl.dot(solved, k * (beta * tl.exp(since))[:, None], input_precision=PRECISION)
-    tl.store(moved + to, m.to(held), mask=is_key[None, :])
+    tl.debug_barrier()
+    solved = _inverse(lower, SIZE, PRECISION).to(held)
+    for c in tl.static_range(0, WIDE, PART):
+        vv = c + tl.arange(0, PART)
+        v_at = line + 2 * width + h * VALUES + vv[None, :]
+        of_values = inside[:, None] & (vv < VALUES)[None, :]
+        v = tl.load(v_at, mask=of_values, other=0.0).to(tl.float32)
+        v, factor = shrunk(v * beta[:, None], held)
+        v = tl.dot(solved, v, input_precision=PRECISION) * factor
+        v_to = at * SIZE * VALUES + t[:, None] * VALUES + vv[None, :]
+        tl.store(v_out + v_to, v, mask=(vv < VALUES)[None, :])
+        tl.debug_barrier()
+    for c in tl.static_range(0, WIDE_KEYS, PART):
+        kk = c + tl.arange(0, PART)
+        k_at = line + width + h // PER_KEY * KEYS + kk[None, :]
+        of_keys = inside[:, None] & (kk < KEYS)[None, :]
+        k = tl.load(k_at, mask=of_keys, other=0.0).to(tl.float32) * k_scale[:, None]
+        k = (k * (beta * tl.exp(since))[:, None]).to(held)
+        m = tl.dot(solved, k, input_precision=PRECISION)
+        to = at * SIZE * KEYS + t[:, None] * KEYS + kk[None, :]
+        tl.store(moved + to, m.to(held), mask=(kk < KEYS)[None, :])
+        tl.debug_barrier()

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvant.kernels.triton.device import multiprocessors, shared_memory_of_a_program
 from kvant.models.recurrent.packed import Chunks
 from kvant.models.recurrent.stored import Stored, load_state, store_state
 
@@ -21,6 +22,9 @@ _CHANNELS = 512
 
 _TOKENS, _FEW_CHANNELS = 8, 256
 """Tokens and channels of a program where several tokens of a sequence are convolved."""
+
+_FEW_VALUES, _MANY_VALUES = 32, 128
+"""Values of a program that passes states over chunks. Small programs fill a device with few sequences."""
 
 
 def conv_step(
@@ -184,15 +188,33 @@ def over_chunks(
     """
     heads, values, keys = state.shape
     size = q.shape[2]
-    block = min(32, max(16, triton.next_power_of_2(values)))
+    wide = max(16, triton.next_power_of_2(keys))
+    block, stages = _passage(heads * len(chunks.places), values, wide, q)
     # Programs of one head run side by side, and read its chunks from memory once.
     _over_chunks[(triton.cdiv(values, block), heads, len(rows))](
         q, k, v, moved, scores, whole, *state.arguments, rows, starts, chunks.bounds, chunks.pieces, out,
         len(rows), len(whole),
-        **state.constants, SIZE=size, WIDE=max(16, triton.next_power_of_2(keys)),
-        BLOCK=block, DELTA=moved is not None, EARLY=q.dtype is torch.float16, PRECISION=precision,
-        num_warps=4, num_stages=1,
+        **state.constants, SIZE=size, WIDE=wide,
+        BLOCK=block, DELTA=moved is not None, STAGES=stages, PRECISION=precision,
+        num_warps=8 if block == 128 else 4, num_stages=1,
     )  # fmt: skip
+
+
+def _passage(heads: int, values: int, wide: int, q: Tensor) -> tuple[int, int]:
+    """Returns values of a program that passes states over chunks, and chunks in flight.
+
+    heads: of all sequences together. wide: keys. q: [.., size, keys], a chunk's queries.
+    """
+    fewest = min(_FEW_VALUES, max(16, triton.next_power_of_2(values)))
+    if q.dtype is not torch.float16:
+        return fewest, 1
+    size, stages = q.shape[2], 2
+    most = min(_MANY_VALUES, max(16, triton.next_power_of_2(values)))
+    for block in (most, fewest) if heads >= multiprocessors(q.device) else (fewest,):
+        held = stages * size * (6 * wide + 2 * size + 4 * block)  # q, k and moved; scores; v
+        if held + 1024 <= shared_memory_of_a_program(q.device):
+            return block, stages
+    return fewest, 1
 
 
 @triton.jit
@@ -205,6 +227,20 @@ def _activated(x, SILU: tl.constexpr):
 @triton.jit
 def softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def shrunk(x, dtype: tl.constexpr):
+    """Returns x [.., ..], float32, for a product in dtype, and what to multiply the product by.
+
+    Scaled to at most 1,024 for float16, so that no number is too large for it.
+    """
+    factor = 1.0
+    if dtype == tl.float16:
+        largest = tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), 1e-30)
+        factor = largest * (1.0 / 1024.0)
+        x = x * (1024.0 / largest)
+    return x.to(dtype), factor
 
 
 @triton.jit
@@ -456,13 +492,13 @@ def _gated_norm(x, gate, gate_stride, weight, out, eps, count, EACH: tl.constexp
 @triton.jit(do_not_specialize=("count", "num_chunks"))
 def _over_chunks(q, k, v, moved, scores, whole, words, codes, scales, bits, state_stride, scale_stride,
                  rows, starts, bounds, pieces, out, count, num_chunks, HEADS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
-                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, EARLY: tl.constexpr,
+                 WIDE: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr, STAGES: tl.constexpr,
                  PRECISION: tl.constexpr, FORMAT: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of one head of one sequence, chunk after chunk.
 
-    It holds the state as [keys, values]. EARLY: all loads of a chunk come before its first product, which
-    registers have room for in 16 bits.
+    It holds the state as [keys, values]. STAGES: chunks in flight.
     """
+    held: tl.constexpr = q.dtype.element_ty
     i = tl.program_id(2)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
@@ -478,31 +514,24 @@ def _over_chunks(q, k, v, moved, scores, whole, words, codes, scales, bits, stat
                                 BLOCK, PTX))  # fmt: skip
         of_keys = tt[:, None] * KEYS + kk[None, :]
         of_values = tt[:, None] * VALUES + vv[None, :]
-        for n in range(first, end):
+        for n in tl.range(first, end, num_stages=STAGES):
             at = (n * HEADS + h) * SIZE
-            if DELTA:
-                m = tl.load(moved + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
             new = tl.load(v + at * VALUES + of_values, mask=is_value[None, :], other=0.0)
-            if EARLY:
-                qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-                near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
-                ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
             decay = tl.load(whole + n * HEADS + h)
             token = tl.load(pieces + n) + tt
             there = (tt < tl.load(pieces + num_chunks + n))[:, None] & is_value[None, :]
+            before, factor = shrunk(s, held)
             if DELTA:
-                new -= tl.dot(m.to(tl.float32), s, input_precision=PRECISION)
-            if not EARLY:
-                qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-            o = tl.dot(qs.to(tl.float32), s, input_precision=PRECISION)
-            if not EARLY:
-                near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
-            o += tl.dot(near.to(tl.float32), new, input_precision=PRECISION)
+                m = tl.load(moved + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+                new -= tl.dot(m, before, input_precision=PRECISION) * factor
+            qs = tl.load(q + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            o = tl.dot(qs, before, input_precision=PRECISION) * factor
+            new, factor = shrunk(new, held)
+            near = tl.load(scores + at * SIZE + tt[:, None] * SIZE + tt[None, :])
+            o += tl.dot(near, new, input_precision=PRECISION) * factor
             to = out + (token[:, None] * HEADS + h) * VALUES + vv[None, :]
             tl.store(to, o.to(out.dtype.element_ty), mask=there)
-            if not EARLY:
-                ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
-            s = s * decay
-            s += tl.dot(tl.trans(ks.to(tl.float32)), new, input_precision=PRECISION)
+            ks = tl.load(k + at * KEYS + of_keys, mask=is_key[None, :], other=0.0)
+            s = s * decay + tl.dot(tl.trans(ks), new, input_precision=PRECISION) * factor
         store_state(tl.trans(s), codes, bits, state_stride, scale_stride, page, r, is_value, FORMAT, KEYS, WIDE,
                     BLOCK, PTX)  # fmt: skip

@@ -33,7 +33,7 @@ _MUST_BE_FALSE = frozenset({"use_cache", "output_attentions", "output_router_log
 
 
 def register() -> None:
-    """Make `attn_implementation="kvant"` known to transformers. Idempotent.
+    """Makes `attn_implementation="kvant"` known to transformers. Idempotent.
 
     No mask function is registered, so transformers builds no mask.
     """
@@ -58,7 +58,7 @@ def attend_through_pages(
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Write this step's keys and values into the layer's pages, then attend over the stored rows.
+    """Writes this step's keys and values into the layer's pages, then attends over the stored rows.
 
     query: [1, num_q_heads, T, head_dim_k], key: [1, num_kv_heads, T, head_dim_k], both after rotary
     embedding; value: [1, num_kv_heads, T, head_dim_v]; any floating dtype. T is the step's number of
@@ -127,7 +127,7 @@ def _call(module: nn.Module, kvant: StepCall | None) -> StepCall:
 
 
 def _layer(module: nn.Module, call: StepCall) -> LayerGeometry:
-    """Return the planned geometry of this module's layer."""
+    """Returns the planned geometry of this module's layer."""
     index = getattr(module, "layer_idx", None)
     layers = call.pool.plan.layers
     if not isinstance(index, int) or not 0 <= index < len(layers):
@@ -156,7 +156,7 @@ def _check_geometry(
     sinks: bool,
     causal: bool,
 ) -> None:
-    """Raise EngineFault if a layer differs from the plan: its backend was chosen for the plan's layer."""
+    """Raises EngineFault if a layer differs from the plan: its backend was chosen for the plan's layer."""
     for what, found, planned in (
         ("window", window, layer.window),
         ("soft cap", softcap, layer.softcap),

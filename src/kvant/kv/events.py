@@ -67,7 +67,7 @@ class PageLog:
         self._known: set[bytes] = set()
 
     def beside(self, medium: Medium) -> PageLog:
-        """A log of another tier, whose events this log returns among its own."""
+        """Returns a log of another tier, whose events this log returns among its own."""
         other = PageLog(medium)
         other._events = self._events
         return other
@@ -93,7 +93,7 @@ class PageLog:
 
 
 def parse_events(text: str, *, asked_by: str) -> EventsConfig:
-    """Read "ENDPOINT[,replay=ENDPOINT][,topic=TEXT]". Raises BadValue."""
+    """Reads "ENDPOINT[,replay=ENDPOINT][,topic=TEXT]". Raises BadValue."""
     endpoint, *others = text.split(",")
     found = {"replay": "", "topic": ""}
     for part in others:

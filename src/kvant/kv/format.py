@@ -209,13 +209,13 @@ class KVFormat:
         return None if math.isinf(largest) else largest
 
     def refuse_head_dim(self, head_dim: int) -> str | None:
-        """Return why rows of this length cannot be stored, or None."""
+        """Returns why rows of this length cannot be stored, or None."""
         if head_dim % self.head_dim_multiple:
             return f"{self.name} needs a head size divisible by {self.head_dim_multiple}, not {head_dim}"
         return None
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
-        """The arrays that hold rows of `head_dim` numbers, codes first."""
+        """Returns the arrays that hold rows of `head_dim` numbers, codes first."""
         codes = Plane("codes", self.element, head_dim * self.bits // (8 * self.element.num_bytes))
         if self.scale_place is not ScalePlace.PLANE:
             return (codes,)

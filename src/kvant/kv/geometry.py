@@ -122,7 +122,7 @@ class ModelGeometry:
 
 
 def _facts(layer: LayerGeometry) -> dict[str, Any]:
-    """A layer as JSON."""
+    """Returns a layer as JSON."""
     facts = {**asdict(layer), "attention": layer.attention.value}
     del facts["states"]
     if layer.states:

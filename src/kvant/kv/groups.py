@@ -126,7 +126,7 @@ class ArenaLayout:
 def most_pages(
     window: int | None, num_tokens: int, piece: int, page_size: int, sink: int = 0
 ) -> int:
-    """Most pages that a sequence of `num_tokens` tokens holds at once in a group.
+    """Returns the most pages that a sequence of `num_tokens` tokens holds at once in a group.
 
     piece: tokens that one step adds at most. They and the window of the first of them may begin within a
     page and end within another one. sink: first tokens that are kept too.
@@ -208,7 +208,7 @@ def lay_out(
     longest: int | None = None,
     states: bool = False,
 ) -> ArenaLayout:
-    """Lay out the pages of a plan, and of a drafter that shares them.
+    """Lays out the pages of a plan, and of a drafter that shares them.
 
     windows: put layers with windows, and wide rows, into groups of their own; else there is one group. The
     drafter's layers join the groups of their windows: its queries stand where the target's next ones do.
@@ -313,7 +313,7 @@ def _page_of_states(
 
 @cache
 def _cut(used: tuple[int, ...], alignment: int = ALIGNMENT) -> tuple[int, tuple[int, ...]]:
-    """The smallest superblock with at most MOST_WASTE of padding in any group, and pages of each in it.
+    """Returns the smallest superblock with at most MOST_WASTE of padding in any group, and its pages of each.
 
     used: bytes of a page of each group. If no such size is found, the one with the least padding.
     """

@@ -51,7 +51,7 @@ class PageIdentity:
     def difference(
         self, other: Mapping[str, Any], among: Collection[str] | None = None
     ) -> str | None:
-        """The first field that differs from another identity's fields, with both values; None if equal.
+        """Returns the first field that differs from another identity's, with both values; None if equal.
 
         among: fields that are compared; all without.
         """
@@ -65,7 +65,7 @@ class PageIdentity:
 
 
 def digest_of(facts: object) -> str:
-    """A short digest of plain data."""
+    """Returns a short digest of plain data."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -65,7 +65,7 @@ def plan_memory(
     layout: ArenaLayout | None = None,
     piece: int = 1,
 ) -> MemoryPlan:
-    """Divide `utilization` of `total_bytes`, or give the pages exactly `kv_cache_bytes` if it is set.
+    """Divides `utilization` of `total_bytes`, or gives the pages exactly `kv_cache_bytes` if it is set.
 
     Target and drafter share page ids, so one page costs the sum of both. The drafter's bytes are
     subtracted before the capacity is computed. layout: of an arena with groups of pages, which holds the
@@ -110,7 +110,7 @@ def plan_memory(
 
 
 def num_pages(budget_bytes: int, page_bytes: int) -> int:
-    """Whole pages in a budget, scratch page included; 0 if no other page fits beside it.
+    """Returns how many whole pages a budget holds, with the scratch page; 0 if no other page fits beside it.
 
     A model without any KV needs no pages.
     """
@@ -136,7 +136,7 @@ def parse_size(text: str, *, asked_by: str) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """A size for people: "2.00 GiB", "512 B"."""
+    """Returns a size for people: "2.00 GiB", "512 B"."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -63,12 +63,12 @@ class SideRequests:
 
 
 def known_names() -> tuple[str, ...]:
-    """Every name that `parse_format` reads, each once, requests first and pairs last."""
+    """Returns every name that `parse_format` reads, each once, requests first and pairs last."""
     return tuple(dict.fromkeys((*_BY_NAME, *PAIR_NAMES)))
 
 
 def whole_formats() -> tuple[FormatRequest, ...]:
-    """Every format that any checkpoint can be stored in, for both sides; halves of named pairs are pairs.
+    """Returns every format that any checkpoint can be stored in; halves of named pairs come as their pairs.
 
     Formats that need matrices from the checkpoint are left out.
     """

@@ -43,8 +43,9 @@ class CacheIdentity:
 
 
 def root_hash(identity: CacheIdentity, *, salt: str = "") -> bytes:
-    """The hash before a sequence's first page. Sequences with different roots never share a page, even
-    with equal tokens.
+    """Returns the hash before a sequence's first page.
+
+    Sequences with different roots share no page, even with equal tokens.
     """
     digest = hashlib.sha256(b"kvant prefix 1")
     revision = "" if identity.revision is None else f"@{identity.revision}"
@@ -56,13 +57,13 @@ def root_hash(identity: CacheIdentity, *, salt: str = "") -> bytes:
 
 
 def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash of one full page: SHA-256 over the hash of the page before it and its own tokens."""
+    """Returns the hash of one full page: SHA-256 over the hash of the page before it and its own tokens."""
     return hashlib.sha256(parent + _packer(len(tokens))(*tokens)).digest()
 
 
 @cache
 def _packer(count: int) -> Callable[..., bytes]:
-    """Return a packer of `count` int64 in native byte order."""
+    """Returns a packer of `count` int64 in native byte order."""
     return Struct(f"={count}q").pack
 
 
@@ -171,7 +172,7 @@ class PageAllocator:
     def allocate(
         self, count: int, *, spare: int | None = None, clear: bool = True
     ) -> list[int] | None:
-        """Return `count` pages with reference count 1, or None (and no change) if there are too few.
+        """Returns `count` pages with reference count 1, or None (and no change) if there are too few.
 
         All must be zeroed, see `take_pages_to_zero`. Idle pages are taken last, longest unused first.
         spare: superblocks that may be taken, though idle pages would do; all without. clear: without it
@@ -207,7 +208,7 @@ class PageAllocator:
         return pages
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the pages of the longest known prefix of `hashes`. Changes nothing; see `join`."""
+        """Returns the pages of the longest known prefix of `hashes`. Changes nothing; see `join`."""
         found: list[int] = []
         for digest in hashes:
             page = self._page_of.get(digest)
@@ -217,22 +218,22 @@ class PageAllocator:
         return found
 
     def find(self, digest: bytes) -> int | None:
-        """The page with these contents."""
+        """Returns the page with these contents."""
         return self._page_of.get(digest)
 
     def known(self) -> list[tuple[bytes, int]]:
-        """Every findable page, and its hash."""
+        """Returns every findable page, and its hash."""
         return list(self._page_of.items())
 
     def generation_of(self, page: int) -> int | None:
-        """Return how often a page was handed out. While this is constant, so are its contents.
+        """Returns how often a page was handed out. While this is constant, so are its contents.
 
         None for a page that no request can find.
         """
         return self._generations[page] if page in self._hash_of else None
 
     def if_joined(self, pages: Iterable[int]) -> tuple[int, int]:
-        """What `join` would change: how many fewer pages are `num_own`, and superblocks become live."""
+        """Returns what `join` would change: by how much `num_own` falls, and superblocks that become live."""
         woken: Counter[int] = Counter()
         own = 0
         for page in pages:
@@ -245,7 +246,7 @@ class PageAllocator:
         return own - sum(self.per_superblock - n for n in woken.values()), len(woken)
 
     def join(self, pages: Iterable[int]) -> None:
-        """Add one reference to each page that `match` found."""
+        """Adds one reference to each page that `match` found."""
         for page in pages:
             assert page in self._hash_of, f"page {page} has no contents to join"
             if not self._ref_counts[page]:
@@ -262,7 +263,7 @@ class PageAllocator:
             self._num_shared += self._ref_counts[page] == 2
 
     def remember(self, page: int, digest: bytes) -> bool:
-        """Make a full, written page findable. False if these contents are known as another page."""
+        """Makes a full, written page findable. Returns False if its contents are known as another page."""
         assert self._ref_counts[page] > 0, f"page {page} has no holder"
         assert page not in self._hash_of, f"page {page} is known already"
         if digest in self._page_of:
@@ -272,7 +273,7 @@ class PageAllocator:
         return True
 
     def rename(self, old: bytes, new: bytes) -> bool:
-        """Let contents that were remembered as `old` be found as `new`, if they are still there.
+        """Lets contents that were remembered as `old` be found as `new`, if they are still there.
 
         False if they are not, or if `new` is known already; then they are forgotten.
         """
@@ -290,7 +291,7 @@ class PageAllocator:
         return True
 
     def forget(self, pages: Iterable[int]) -> None:
-        """Make these pages unfindable, because their contents are not trusted. Holders keep them."""
+        """Makes these pages unfindable, because their contents are not trusted. Holders keep them."""
         for page in pages:
             if page not in self._hash_of:
                 continue
@@ -307,7 +308,7 @@ class PageAllocator:
                 self.superblocks.free.append(superblock)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Release one reference to each page of a sequence, in the sequence's order.
+        """Releases one reference to each page of a sequence, in the sequence's order.
 
         The end of the sequence becomes idle before its beginning, so it is recycled first: a page is
         useless without the pages before it.
@@ -336,22 +337,22 @@ class PageAllocator:
                 self._rest(superblock)
 
     def forget_all(self) -> None:
-        """Empty the prefix cache."""
+        """Empties the prefix cache."""
         self.forget(list(self._hash_of))
 
     def take_pages_to_zero(self) -> list[int]:
-        """Return pages handed out since the last call; the pool clears them before any write."""
+        """Returns pages handed out since the last call; the pool clears them before any write."""
         pages, self._to_zero = self._to_zero, []
         return pages
 
     def surrender(self, superblock: int) -> None:
-        """Forget the idle pages of a superblock that another group takes."""
+        """Forgets the idle pages of a superblock that another group takes."""
         for page in self._pages_of(superblock):
             if page in self._hash_of:
                 self._evict(page)
 
     def audit(self, holders: Iterable[Sequence[int]]) -> list[str]:
-        """Recompute all counts; return each inconsistency as text, [] if there is none.
+        """Recomputes all counts; returns each inconsistency as text, [] if there is none.
 
         holders: the pages of every sequence that holds any.
         """
@@ -414,7 +415,7 @@ class PageAllocator:
         return range(first, first + self.per_superblock)
 
     def _take_superblock(self, most: int, pages: list[int]) -> None:
-        """Make a superblock live, and append up to `most` of its pages, which are held from now on."""
+        """Makes a superblock live, and appends up to `most` of its pages, which are held from now on."""
         shared = self.superblocks
         kept: list[int] = []
         if shared.free:
@@ -467,7 +468,7 @@ class PageAllocator:
         self._move(page // self.per_superblock, 1)
 
     def _move(self, superblock: int, by: int) -> None:
-        """Count more or fewer held pages of a superblock."""
+        """Counts more or fewer held pages of a superblock."""
         before = self._held_in[superblock]
         self._held_in[superblock] = before + by
         if superblock in self._spots:
@@ -475,7 +476,7 @@ class PageAllocator:
             self._by_held[before + by][superblock] = None
 
     def _rest(self, superblock: int) -> None:
-        """The last holder of a page of it is gone."""
+        """Lets a superblock rest, because none of its pages has a holder. Without idle pages it is free."""
         spots = self._spots.pop(superblock, ())
         if spots:
             self._num_spots -= len(spots)
@@ -488,7 +489,7 @@ class PageAllocator:
         self.superblocks.resting[superblock] = self
 
     def _wake(self, superblock: int) -> None:
-        """One of its idle pages gets a holder."""
+        """Ends a superblock's rest, because one of its idle pages gets a holder."""
         if self._held_in[superblock]:
             return
         del self.superblocks.resting[superblock]
@@ -511,7 +512,7 @@ class PageAllocator:
 
 
 def shared_pages(num_superblocks: int, layout: ArenaLayout | None) -> SharedPages:
-    """The pages of an arena; without a layout, every superblock is a page of all layers."""
+    """Returns the pages of an arena; without a layout, every superblock is a page of all layers."""
     if layout is None:
         return SharedPages(num_superblocks)
     groups = layout.groups
@@ -608,7 +609,7 @@ class SharedPages:
         return takeable >= 0
 
     def allocate(self, counts: Sequence[int], *, clear: bool = True) -> list[list[int]] | None:
-        """Return that many pages of each group, or None (and no change) if there are too few.
+        """Returns that many pages of each group, or None (and no change) if there are too few.
 
         clear: see `PageAllocator.allocate`.
         """
@@ -625,18 +626,18 @@ class SharedPages:
         return found
 
     def forget_all(self) -> None:
-        """Empty the prefix cache."""
+        """Empties the prefix cache."""
         for group in self._all:
             group.forget_all()
 
     def take_pages_to_zero(self) -> list[list[int]]:
-        """Return pages of tokens of each group that were handed out since the last call. See `Arena.zero`."""
+        """Returns each group's pages of tokens handed out since the last call. See `Arena.zero`."""
         if self.states is not None:
             self.states.take_pages_to_zero()  # nothing reads them before they are written
         return [group.take_pages_to_zero() for group in self.groups]
 
     def audit(self, holders: Sequence[Sequence[Sequence[int]]]) -> list[str]:
-        """Recompute all counts; return each inconsistency as text.
+        """Recomputes all counts; returns each inconsistency as text.
 
         holders: of each group, the pages of every sequence that holds any.
         """

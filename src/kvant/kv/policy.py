@@ -43,7 +43,7 @@ _WIDE_KEYS = ("recent_tokens", "sink_tokens", "recent_dtype")
 
 
 def read_policy(path: Path) -> Requests:
-    """Parse a policy file; BadValue names the file and the place."""
+    """Parses a policy file; BadValue names the file and the place."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as fault:
@@ -78,7 +78,7 @@ class _WideRules:
 def _wide_rows(
     body: Mapping[str, Any], where: str, rest: AskedWide | None = None
 ) -> AskedWide | None:
-    """The rows that are stored wide too; they are those of the target alone. rest: of what is left out."""
+    """Returns the target's rows that are stored wide too. rest: of what is left out."""
     if not body:
         return None
     for key in ("recent_tokens", "sink_tokens"):

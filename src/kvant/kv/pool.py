@@ -86,7 +86,7 @@ class Arena:
         return self.num_superblocks * self.layout.groups[group].per_superblock
 
     def pieces(self, group: int) -> list[Tensor]:
-        """All of a group's pages as bytes: uint8 [num_pages, n] views, one for each piece of a page."""
+        """Returns a group's pages as bytes: uint8 [num_pages, n] views, one for each piece of a page."""
         held, count = self.layout.groups[group], self.num_pages(group)
         if self.is_shared:
             return [self.bytes.view(count, held.page_bytes)]
@@ -110,7 +110,7 @@ class Arena:
         ]
 
     def state_planes(self, spec: LayerSpec, role: Role) -> list[list[Tensor]]:
-        """The planes of each of a layer's states, views [num_pages, *shape[:-1], width].
+        """Returns the planes of each of a layer's states, views [num_pages, *shape[:-1], width].
 
         Pages of states lie in one piece, which begins at a multiple of `page_bytes`.
         """
@@ -131,7 +131,7 @@ class Arena:
         ]
 
     def _plane(self, plane: Plane, shape: tuple[int, ...], stride: int, offset: int) -> Tensor:
-        """A view of the bytes from `offset` on, whose first dimension is `stride` bytes apart."""
+        """Returns a view of the bytes from `offset` on, whose first dimension is `stride` bytes apart."""
         typed = self.bytes.view(TORCH_ELEMENT[plane.element])
         size = typed.element_size()
         strides = [1]
@@ -141,7 +141,7 @@ class Arena:
         return typed.as_strided(shape, (stride // size, *strides), at)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
-        """Clear pages of each group before they get a new owner.
+        """Clears pages of each group before they get a new owner.
 
         A recycled page may hold NaN bytes of its last owner, and masked attention multiplies them by 0.
         """
@@ -192,7 +192,7 @@ class KVPool:
                 self._groups[spec.geometry.index] = self._groups[shared]
 
     def __getitem__(self, layer: int) -> LayerCache:
-        """The storage that a layer reads: its own, or its owner's if it shares."""
+        """Returns the storage that a layer reads: its own, or its owner's if it shares."""
         return self._layers[layer]
 
     @property
@@ -206,13 +206,13 @@ class KVPool:
         return self.arena.bytes.numel()
 
     def planes(self) -> list[Tensor]:
-        """Every plane once, layers that share counted with their owner."""
+        """Returns every plane once, layers that share counted with their owner."""
         owned = {id(cache): cache for cache in self._layers.values()}.values()
         wide = [cache.wide for cache in owned if cache.wide is not None]
         return [plane for cache in (*owned, *wide) for plane in (*cache.k, *cache.v)]
 
     def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
-        """Begin to read which layers have values beyond their range; the result waits for them.
+        """Begins to read which layers have values beyond their range; the result waits for them.
 
         A call of the result after the next step waits for nothing.
         """
@@ -228,7 +228,7 @@ class KVPool:
         return read
 
     def refit(self, scales: Mapping[tuple[int, Side], Tensor]) -> None:
-        """Replace scales outside the pages in place, by layer and side: float32 [1] or [num_kv_heads]."""
+        """Replaces scales outside the pages in place, by layer and side: float32 [1] or [num_kv_heads]."""
         for (layer, side), value in scales.items():
             cache = self._layers[layer]
             scale = cache.k_outside if side is Side.K else cache.v_scale
@@ -236,7 +236,7 @@ class KVPool:
             scale.copy_(value)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """Clear pages of the first group in every layer of it. See `Arena.zero`."""
+        """Clears pages of the first group in every layer of it. See `Arena.zero`."""
         self.arena.zero([pages])
 
     def group_of(self, layer: int) -> int:
@@ -250,7 +250,7 @@ class KVPool:
         scales: Mapping[tuple[int, Side], Tensor],
         rows: WideRows | None = None,
     ) -> LayerCache:
-        """Storage of a layer, or of its wide rows, where `rows` says which sides are wide."""
+        """Returns the storage of a layer, or of its wide rows, where `rows` says which sides are wide."""
         g = spec.geometry
         planes: dict[str, list[Tensor]] = {"k": [], "v": []}
         found = self.arena.planes(spec, owner)
@@ -306,7 +306,7 @@ class KVPool:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros [*shape] of `dtype`; on a CPU in memory that the system allocates at first use.
+    """Returns zeros [*shape] of `dtype`; on a CPU in memory that the system allocates at first use.
 
     torch.zeros writes every byte, which takes seconds for a pool of gigabytes. They begin at a multiple
     of 64, where a kernel may load whole lines.

@@ -189,7 +189,7 @@ class KVRequest:
     wide_rules: tuple[WideRule, ...] = ()
 
     def merged(self, weaker: KVRequest) -> KVRequest:
-        """Return this request with a weaker source's added (flag over environment over file)."""
+        """Returns this request with a weaker source's added (flag over environment over file)."""
         return replace(
             self,
             explicit=self.explicit + weaker.explicit,
@@ -211,14 +211,14 @@ class KVRequest:
         return tuple(one for one in asked if one is not None)
 
     def wide_of(self, layer: LayerGeometry, num_layers: int) -> AskedWide | None:
-        """What is asked of this layer's wide rows. BadValue if equally close rules disagree."""
+        """Returns what is asked of a layer's wide rows. Raises BadValue if equally close rules disagree."""
         rule = closest(self.wide_rules, layer, num_layers, lambda rule: rule.rows, "wide rows")
         return self.wide if rule is None else rule.wide
 
     def state_rule(
         self, layer: LayerGeometry, kind: StateKind, num_layers: int
     ) -> LayerRule | None:
-        """The closest rule for one state of a layer. BadValue if equally close ones disagree."""
+        """Returns the closest rule for a layer's state. Raises BadValue if equally close ones disagree."""
         return closest(
             [rule for rule in self.rules if rule.of_state(kind) is not None],
             layer,
@@ -242,7 +242,7 @@ class Requests:
         return Requests(self.target.merged(weaker.target), self.draft.merged(weaker.draft))
 
     def for_draft(self) -> KVRequest:
-        """The drafter's request: its own, with the target's explicit global format to inherit.
+        """Returns the drafter's request: its own, with the target's explicit global format to inherit.
 
         The target's skips and rules do not apply: they name its layers.
         """
@@ -332,7 +332,7 @@ def closest(
     wanted: Callable[[_Rule], object],
     what: str,
 ) -> _Rule | None:
-    """The most specific of the rules that reach a layer; two equally close ones that disagree are an error.
+    """Returns the most specific rule for a layer. Raises BadValue if two equally close ones disagree.
 
     wanted: what a rule asks for. what: the stored thing, for the message.
     """
@@ -378,7 +378,7 @@ def _parse_plain(text: str, asked_by: str) -> Selector:
 
 
 def check_request(request: KVRequest, geometry: ModelGeometry) -> None:
-    """Raise BadValue for selectors that match nothing, pairs where K and V are one, and a foreign policy."""
+    """Raises BadValue for selectors that match nothing, pairs where K and V are one, and a foreign policy."""
     for policy in request.made_for:
         if policy.fingerprint != geometry.fingerprint:
             raise BadValue(
@@ -392,7 +392,7 @@ def check_request(request: KVRequest, geometry: ModelGeometry) -> None:
 
 
 def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None:
-    """A selector that reaches no layer with KV of its own is a mistake, not a no-op."""
+    """Raises BadValue for a selector that reaches no layer with KV of its own."""
     num_layers = len(geometry.layers)
     _refuse_states_of_none(request, geometry)
     rules = [r for r in request.rules if r.k is not None or r.v is not None]
@@ -418,7 +418,7 @@ def _refuse_empty_selectors(request: KVRequest, geometry: ModelGeometry) -> None
 
 
 def _refuse_states_of_none(request: KVRequest, geometry: ModelGeometry) -> None:
-    """A format for states that no layer, or no layer a rule selects, keeps."""
+    """Raises BadValue for a format of states that no layer, or no layer of a rule, keeps."""
     num_layers = len(geometry.layers)
 
     def keep(kind: StateKind, layers: Iterable[LayerGeometry]) -> bool:

@@ -90,7 +90,7 @@ class _Decision:
 def resolve(
     request: KVRequest, checkpoint: CheckpointKV, geometry: ModelGeometry, around: Surroundings
 ) -> KVPlan:
-    """Decide what every layer stores.
+    """Decides what every layer stores.
 
     Raises BadValue for rules that select nothing, BadCheckpoint for a wish that decides and cannot
     be read (or promises scales that are not there), NotServable for a hard request without a backend.
@@ -112,7 +112,7 @@ def resolve(
 
 
 def _without_wide(plan: KVPlan, request: KVRequest) -> tuple[str, ...]:
-    """A warning where wide rows were asked for and no layer has any."""
+    """Returns a warning where wide rows were asked for and no layer has any."""
     asked = request.every_wide
     if not asked or any(layer.wide is not None for layer in plan.layers):
         return ()
@@ -185,7 +185,7 @@ def _decide(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> _Decision:
-    """Apply the precedence list, then the default of the format that it found."""
+    """Applies the precedence list, then the default of the format that it found."""
     decided = _climb(layer, side, request, checkpoint, len(geometry.layers), around)
     if decided.is_of_layer or not decided.dtype.format.wide_ends:
         return decided
@@ -223,7 +223,7 @@ def _climb(
     num_layers: int,
     around: Surroundings,
 ) -> _Decision:
-    """Go through the list; every step, taken or not, is kept in `considered`."""
+    """Goes through the list; every step, taken or not, is kept in `considered`."""
     model = around.compute_dtype.kv_dtype
     wish = wish_for(checkpoint, layer)
     rungs = _explicit_steps(layer, side, request, num_layers)
@@ -295,7 +295,7 @@ def _explicit_steps(
 def _closest_rule(
     layer: LayerGeometry, side: Side, request: KVRequest, num_layers: int
 ) -> LayerRule | None:
-    """The most specific rule for this side; two equally close ones that disagree are an error."""
+    """Returns the most specific rule for this side. Raises BadValue if two equally close ones disagree."""
     rules = [rule for rule in request.rules if _rule_side(rule, side) is not None]
     return closest(
         rules, layer, num_layers, lambda rule: _rule_side(rule, side), side.value.upper()
@@ -340,7 +340,7 @@ def _place(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> tuple[dict[Side, _Decision], Served]:
-    """Find a backend; soft sides that no backend serves become the model dtype."""
+    """Finds a backend; soft sides that no backend serves become the model dtype."""
 
     def serve(found: Mapping[Side, _Decision]) -> Served:
         v = found.get(Side.V)
@@ -404,7 +404,7 @@ def _ways_out(
     geometry: ModelGeometry,
     around: Surroundings,
 ) -> list[WayOut]:
-    """Return ways out that would not be refused too: a narrow format that every layer can store, the
+    """Returns ways out that would not be refused too: a narrow format that every layer can store, the
     model dtype for some or all layers, or another option.
     """
     flag = "--kv-cache-rule" if around.role is Role.DRAFT else KV_FORMAT

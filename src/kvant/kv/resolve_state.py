@@ -34,7 +34,7 @@ _FLOAT16 = (
 def resolve_states(
     layer: LayerGeometry, request: KVRequest, geometry: ModelGeometry, compute: ComputeDtype
 ) -> tuple[StateSpec, ...]:
-    """The states of one layer. NotServable for a format that a state cannot have."""
+    """Returns the states of one layer. Raises NotServable for a format that a state cannot have."""
     return tuple(_resolve(layer, state, request, geometry, compute) for state in layer.states)
 
 

@@ -14,7 +14,7 @@ from kvant.kv.spec import Choice, LayerSpec, Role
 
 
 def largest_stored(choice: Choice | None, compute: ComputeDtype) -> float | None:
-    """The largest magnitude that one side of a layer can store, in units of its outside scale.
+    """Returns the largest magnitude that one side of a layer can store, in units of its outside scale.
 
     None where the side stores nothing, or where no number computed in `compute` can be too large.
     """

@@ -29,7 +29,7 @@ class SaturationCounter:
         scales: tuple[Tensor | None, Tensor | None],
         slots: Tensor,
     ) -> None:
-        """Count, in a sample of steps, values of K and V [T, num_kv_heads, head_dim] before they are written.
+        """Counts values of K and V [T, num_kv_heads, head_dim] in a sample of steps, before they are written.
 
         For backends that do not count while they encode. Rows whose slot is -1 do not count.
         """
@@ -48,7 +48,7 @@ class SaturationCounter:
 
 
 def _beyond(x: Tensor, largest: float, scale: Tensor | None) -> Tensor:
-    """Return how many of x [T, num_kv_heads, head_dim] exceed `largest` times the scale."""
+    """Returns how many of x [T, num_kv_heads, head_dim] exceed `largest` times the scale."""
     size = x.to(torch.promote_types(x.dtype, torch.float32)).abs()
     bound = torch.full((1, 1), largest, dtype=torch.float32, device=x.device)
     return (size > (bound if scale is None else bound * per_head(scale))).sum()

@@ -56,7 +56,7 @@ class ScaleAudit:
         )
 
     def sums(self, pages: Sequence[int], group: int = 0) -> list[int | None]:
-        """Return a checksum per page of a group, over all its scales; None if one is NaN or infinite."""
+        """Returns a checksum per page of a group, over all its scales; None if one is NaN or infinite."""
         planes = self._groups[group]
         if not planes:
             return [0] * len(pages)
@@ -80,12 +80,12 @@ class ScaleAudit:
         ]
 
     def accept(self) -> None:
-        """Compare scales outside the pages with their current values from now on."""
+        """Compares scales outside the pages with their current values from now on."""
         for _, scale, loaded in self._outside:
             loaded.copy_(scale)
 
     def restore(self) -> list[str]:
-        """Restore changed scales outside the pages to their loaded values; return their names."""
+        """Restores changed scales outside the pages to their loaded values; returns their names."""
         found = []
         for label, scale, loaded in self._outside:
             if not torch.equal(scale, loaded):  # NaN, too, equals nothing

@@ -88,18 +88,18 @@ class StatePool:
         return self._states[layer, kind]
 
     def place(self, rows: Sequence[int], pages: Sequence[int]) -> None:
-        """Give rows their pages, from the next step on."""
+        """Gives rows their pages, from the next step on."""
         if rows:
             moved = to_device(torch.tensor([rows, pages]), self.pages.device)
             self.pages.index_copy_(0, moved[0], moved[1])
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole pages, (from, to), one after the other."""
+        """Copies whole pages, (from, to), one after the other."""
         for source, target in copies:
             self._whole[target].copy_(self._whole[source])
 
     def accept(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy the states behind the last accepted drafts: (place among drafts, page) each."""
+        """Copies the states behind the last accepted drafts: (place among drafts, page) each."""
         for place, target in copies:
             assert self.drafts is not None
             self._whole[target].copy_(self.drafts._whole[draft_page(place)])
@@ -109,17 +109,17 @@ _Row = TypeVar("_Row", int, Tensor)
 
 
 def own_page(row: _Row) -> _Row:
-    """The page of a row in a pool with an arena of its own, whose first page is for padding."""
+    """Returns the page of a row in a pool with an arena of its own, whose first page is for padding."""
     return row + 1
 
 
 def draft_page(place: int) -> int:
-    """The page of a state among drafts: its pool's first page is for padding."""
+    """Returns the page of a state among drafts: its pool's first page is for padding."""
     return place + 1
 
 
 def _alone(plan: KVPlan) -> ArenaLayout:
-    """An arena of states alone."""
+    """Returns an arena of states alone."""
     layout = lay_out(plan, windows=False, states=True)
     states = layout.groups[-1]
     return ArenaLayout(layout.page_size, states.page_bytes, (replace(states, per_superblock=1),))

@@ -10,7 +10,7 @@ from kvant.kv.spec import Choice, KVPlan, ScaleState, Source
 
 
 def plan_warnings(plan: KVPlan, checkpoint: CheckpointKV) -> tuple[str, ...]:
-    """Return one line per warning, with the layers that it concerns."""
+    """Returns one line per warning, with the layers that it concerns."""
     found: dict[str, list[int]] = {}
 
     def note(text: str, layer: int) -> None:

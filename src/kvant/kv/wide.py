@@ -27,7 +27,7 @@ _WHICH = "wide rows are those of causal layers with keys and values of every tok
 def ask_wide(
     sink: int | None, recent: int | None, stored: SideRequests | None, *, asked_by: str
 ) -> AskedWide | None:
-    """Read the options; None where nothing is asked. Raises BadValue for options without recent tokens.
+    """Reads the options; None where nothing is asked. Raises BadValue for options without recent tokens.
 
     sink, recent: tokens. stored: the format of wide rows, None for the model dtype.
     """
@@ -44,7 +44,7 @@ def ask_wide(
 
 
 def check_wide(request: KVRequest, geometry: ModelGeometry, compute: ComputeDtype) -> None:
-    """Raise BadValue for wide rows that none of the layers asked can have, or in a narrow format."""
+    """Raises BadValue for wide rows that none of the layers asked can have, or in a narrow format."""
     for asked in request.every_wide:
         for side in asked.format.named:
             dtype = _dtype(side, compute)
@@ -92,7 +92,7 @@ def wide_rows(
     v: KVDtype | None,
     compute: ComputeDtype,
 ) -> WideRows | None:
-    """The wide rows of a layer that stores k and v; None where it has none."""
+    """Returns the wide rows of a layer that stores k and v; None where it has none."""
     asked = request.wide_of(layer, len(geometry.layers))
     if asked is None or v is None or not reads_all(layer, geometry):
         return None

@@ -73,7 +73,7 @@ def measure_grid(
     repeats: int = 5,
     own_page_sizes: Sequence[int] = (SMALL_PAGE,),
 ) -> Iterator[Timed]:
-    """Measure every point that fits into memory. page_sizes: page sizes of the peers."""
+    """Measures every point that fits into memory. page_sizes: page sizes of the peers."""
     for dtype in formats:
         cases = [Case(dtype, dtype, (n,) * batch) for batch in batches for n in lengths]
         free, _ = torch.cuda.mem_get_info(device)

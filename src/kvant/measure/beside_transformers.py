@@ -92,7 +92,7 @@ def beside_transformers(
 def _own_decode(
     llm: LLM, batch: int, context: int, steps: int
 ) -> Callable[[list[list[int]], int], list[float]]:
-    """Return a function that times decode steps of a new engine over the weights of `llm`."""
+    """Returns a function that times decode steps of a new engine over the weights of `llm`."""
     plan = plan_storing(llm, FormatRequest(KVDtype.FLOAT32, KVDtype.FLOAT32))
     # A sequence that starts first decodes while the prompts of the others are computed.
     most = context + WARM_UP_STEPS + steps + 2 * batch

@@ -25,7 +25,7 @@ class FormatRow:
 def measure_formats(
     llm: LLM, baseline: FormatRequest, formats: Sequence[FormatRequest], token_ids: Sequence[int]
 ) -> list[FormatRow]:
-    """Measure every format on the model of `llm` over one text's tokens, with one pass per format."""
+    """Measures every format on the model of `llm` over one text's tokens, with one pass per format."""
     runner = runner_of(llm)
     truth = text_logits(runner.model, plan_storing(llm, baseline), token_ids)
     rows = []

@@ -53,7 +53,7 @@ def choose(
 
 
 def _matrices(info: ForwardInfo, facts: ForwardFacts) -> ComputeDtype | None:
-    """The dtype that matrices keep where it is not the one computed in.
+    """Returns the dtype that matrices keep where it is not the one computed in.
 
     Numbers of bfloat16 are exact in float32.
     """

@@ -165,7 +165,7 @@ def decoded_here(config: Mapping[str, Any]) -> Stored | None:
 
 
 def declared_activations(config: Mapping[str, Any]) -> str:
-    """What a checkpoint with narrow weights declares about activations, "" for nothing. On any device."""
+    """Returns what a checkpoint with narrow weights declares about activations, "" for nothing."""
     if not declares_weights(config):
         return ""
     found = _declared(config)

@@ -75,7 +75,7 @@ class StoredWeights:
     of_matrices: frozenset[str] = frozenset()
 
     def matrices(self, geometry: ModelGeometry) -> ComputeDtype | None:
-        """The dtype of all matrices where it is bfloat16: from the headers, else as the config says."""
+        """Returns the dtype of all matrices where it is bfloat16, by the headers or else the config."""
         if read_recipe(self.config) is not None or "gguf_types" in self.config:
             return None
         said = {"BF16"} if geometry.dtype is ComputeDtype.BFLOAT16 else set()

@@ -47,7 +47,7 @@ def audit(
     explicit: bool,
     missing_scales_as_one: bool,
 ) -> Scale:
-    """Where the scale of one side of a layer comes from, given that it stores `dtype`.
+    """Returns where the scale of one side of a layer comes from, given that it stores `dtype`.
 
     followed: the checkpoint's wish, if it decided. explicit: a user named the format.
     missing_scales_as_one: use 1.0 if the checkpoint promised a scale and has none.
@@ -72,7 +72,7 @@ def audit(
 
 
 def _without(dtype: KVDtype, tensor: ScaleTensor | None, explicit: bool) -> Scale:
-    """A format that takes no scale from a checkpoint."""
+    """Returns a format that takes no scale from a checkpoint."""
     if tensor is None:
         return Scale(ScaleState.NONE, because=f"{dtype} takes no scale from a checkpoint")
     by = f"explicit {dtype}" if explicit else f"{dtype} takes no scale from a checkpoint"
@@ -140,7 +140,7 @@ def _lacking(
 def _is_half(
     wish: KVWish | UnreadableWish | None, side: Side, dtype: KVDtype, other: ScaleTensor
 ) -> bool:
-    """True if `other`, the other side's scale, shows that this side's own is missing.
+    """Returns whether `other`, the other side's scale, shows that this side's own is missing.
 
     False if the checkpoint declares that it quantises only the other side.
     """
@@ -153,7 +153,7 @@ def _is_half(
 def _calibrated_for(
     wish: KVWish | UnreadableWish | None, side: Side, tensor: ScaleTensor
 ) -> KVDtype | None:
-    """The format whose range a tensor was measured for; None if that is unknown."""
+    """Returns the format whose range a tensor was measured for; None if that is unknown."""
     if tensor.inverse:
         return KVDtype.NVFP4
     if isinstance(wish, UnreadableWish):
@@ -175,12 +175,12 @@ def _side(wish: KVWish, side: Side) -> KVDtype | None:
 
 
 def _factor(dtype: KVDtype) -> float:
-    """Return the factor for a checkpoint's scale, see the top of this file."""
+    """Returns the factor for a checkpoint's scale, see the top of this file."""
     return 2.0 if dtype.format.encoding is Encoding.E4M3FNUZ else 1.0
 
 
 def _fixed(dtype: KVDtype, side: Side) -> float:
-    """Return the value if no tensor is used and no recipe sets one."""
+    """Returns the value if no tensor is used and no recipe sets one."""
     if dtype is KVDtype.NVFP4:
         return NVFP4_GLOBAL_K if side is Side.K else NVFP4_GLOBAL_V
     return 1.0

@@ -41,7 +41,7 @@ class QuantArgs:
     dynamic: bool | str
 
     def __str__(self) -> str:
-        """The normal form by which declarations are compared, and what a plan shows."""
+        """Returns the normal form by which declarations are compared, and what a plan shows."""
         kind = "float" if self.is_float else "int"
         size = f" of {self.group_size}" if self.group_size else ""
         extra = "" if self.symmetric else ", asymmetric"
@@ -50,7 +50,7 @@ class QuantArgs:
 
 
 def read(config: Mapping[str, Any], where: str) -> Declaration | None:
-    """The KV part of a compressed-tensors config; None where it has no `kv_cache_scheme`."""
+    """Returns the KV part of a compressed-tensors config; None where it has no `kv_cache_scheme`."""
     if KEY not in config:
         return None
     scheme, place = config[KEY], f"{where}.{KEY}"
@@ -61,7 +61,7 @@ def read(config: Mapping[str, Any], where: str) -> Declaration | None:
 
 
 def read_scheme(scheme: Any, where: str) -> tuple[str, Wish]:
-    """A scheme's normal form and the wish it makes."""
+    """Returns a scheme's normal form and the wish it makes."""
     try:
         args = read_args(scheme)
     except IllegalArgs as fault:
@@ -71,7 +71,7 @@ def read_scheme(scheme: Any, where: str) -> tuple[str, Wish]:
 
 
 def read_args(scheme: Any) -> QuantArgs:
-    """Check a QuantizationArgs object as its own library does. IllegalArgs says what is wrong."""
+    """Checks a QuantizationArgs object as its own library does. IllegalArgs says what is wrong."""
     if not isinstance(scheme, Mapping):
         raise IllegalArgs(f"a scheme is an object, not {scheme!r}")
     unknown = sorted(set(scheme) - set(_FIELDS))
@@ -157,7 +157,7 @@ def _word(value: Any, field: str, known: tuple[str, ...]) -> str:
 
 
 def to_wish(args: QuantArgs, where: str) -> Wish:
-    """Return the format that these arguments describe, if Kvant has it; never a similar one."""
+    """Returns the format that these arguments describe, if Kvant has it; never a similar one."""
 
     def lacking(what: str, nearest: KVDtype | None) -> UnreadableWish:
         hint = "" if nearest is None else f"; the nearest is {nearest}, which has to be asked for"

@@ -47,12 +47,12 @@ Reader = Callable[[Mapping[str, Any], str], Declaration | None]
 
 
 def unreadable(where: str, asked: str, why: str) -> Declaration:
-    """A declaration that cannot be read as a whole."""
+    """Returns a declaration that cannot be read as a whole."""
     return Declaration(where, asked, UnreadableWish(where, asked, why))
 
 
 def agreed(found: Sequence[Declaration]) -> Declaration | None:
-    """Return the declaration that all share; an unreadable one if they differ."""
+    """Returns the declaration that all share; an unreadable one if they differ."""
     if not found:
         return None
     if len({declaration.meaning for declaration in found}) == 1:

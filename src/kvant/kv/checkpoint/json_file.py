@@ -26,7 +26,7 @@ _LFS = b"version https://git-lfs"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. BadCheckpoint if there is no such file or object."""
+    """Returns the object in a JSON file. Raises BadCheckpoint if there is no such file or object."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise BadCheckpoint(f"{path} is too large", why=f"over {MAX_JSON_BYTES} bytes of JSON")
@@ -38,7 +38,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(data: bytes, path: Path) -> dict[str, Any]:
-    """Parse `data`, read from `path`, as a JSON object with distinct keys at every level."""
+    """Parses `data`, read from `path`, as a JSON object with distinct keys at every level."""
     try:
         found = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as fault:

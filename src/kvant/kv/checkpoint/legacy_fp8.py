@@ -17,7 +17,7 @@ KEY = "kv_cache_scheme"
 
 
 def read(config: Mapping[str, Any], where: str) -> Declaration | None:
-    """The KV part of an fp8 config; None where it has no `kv_cache_scheme`."""
+    """Returns the KV part of an fp8 config; None where it has no `kv_cache_scheme`."""
     if KEY not in config:
         return None
     asked, place = config[KEY], f"{where}.{KEY}"
@@ -30,7 +30,7 @@ def read(config: Mapping[str, Any], where: str) -> Declaration | None:
 
 
 def scales_hint(num_scales: int) -> str:
-    """The note of a plan for scales that exist but that no option asked for."""
+    """Returns the note of a plan for scales that exist but that no option asked for."""
     scales = f"{num_scales} KV scale{'s' if num_scales > 1 else ''}"
     flag = f"--kv-cache-dtype {KVDtype.FP8_E4M3.format.name}"
     return f"the checkpoint declares no KV format but has {scales}; {flag} uses them"

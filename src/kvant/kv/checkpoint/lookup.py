@@ -41,7 +41,7 @@ class Place:
 
 @lru_cache(maxsize=4096)
 def read_place(name: str) -> Place | None:
-    """The place that a module's name states, or None where it names no numbered layer."""
+    """Returns the place that a module's name states, or None where it names no numbered layer."""
     parts = name.split(".")
     for at in range(len(parts) - 2):
         number = parts[at + 1]
@@ -53,12 +53,12 @@ def read_place(name: str) -> Place | None:
 
 
 def same_layer(a: str, b: str) -> bool:
-    """True if two module names mean the same layer."""
+    """Returns whether two module names mean the same layer."""
     return a == b or (read_place(a) is not None and read_place(a) == read_place(b))
 
 
 def wish_for(checkpoint: CheckpointKV, layer: LayerGeometry) -> Wish | None:
-    """What the checkpoint wishes for this layer; None for no wish, which is the model dtype.
+    """Returns what the checkpoint wishes for this layer; None for no wish, which is the model dtype.
 
     If there is a map, a layer that it omits has no wish.
     """
@@ -78,7 +78,7 @@ def wish_for(checkpoint: CheckpointKV, layer: LayerGeometry) -> Wish | None:
 
 
 def scale_for(checkpoint: CheckpointKV, layer: LayerGeometry, side: Side) -> ScaleTensor | None:
-    """The scale tensor of one side of this layer; `rivals` names others that claim to be it."""
+    """Returns the scale tensor of one side of this layer; `rivals` names others that claim to be it."""
     exact = checkpoint.scales.get((layer.name, side))
     if exact is not None:
         return exact

@@ -45,7 +45,7 @@ _LACKING: dict[str, tuple[str, KVDtype]] = {
 
 
 def read(config: Mapping[str, Any], where: str) -> Declaration | None:
-    """The KV part of a ModelOpt config, either file; None where it does not mention KV."""
+    """Returns the KV part of a ModelOpt config, either file; None where it does not mention KV."""
     inner = config.get("quantization")
     if isinstance(inner, Mapping):
         config, where = inner, f"{where}.quantization"
@@ -70,7 +70,7 @@ def read(config: Mapping[str, Any], where: str) -> Declaration | None:
 def settle_promises(
     declared: Declaration, scales: Mapping[tuple[str, Side], ScaleTensor]
 ) -> Declaration:
-    """Distinguish calibrated exports from cast recipes by the weight files' tensors.
+    """Distinguishes calibrated exports from cast recipes by the weight files' tensors.
 
     If any layer of an algorithm has a scale, all its layers must have one.
     """
@@ -94,7 +94,7 @@ def settle_promises(
 
 
 def _algo(value: Any) -> str:
-    """The algorithm's name in capitals, "none", or a text that is no algorithm."""
+    """Returns the algorithm's name in capitals, "none", or a text that is no algorithm."""
     if value is None:
         return "none"
     if isinstance(value, str):

@@ -36,7 +36,7 @@ _SIDES = {
 
 
 def read(config: Mapping[str, Any], where: str) -> Declaration:
-    """The KV part of a Quark config. It is never None; it may declare "none"."""
+    """Returns the KV part of a Quark config. It is never None; it may declare "none"."""
     export = config.get("export")
     if not isinstance(export, Mapping):
         return unreadable(

@@ -53,7 +53,7 @@ _KV_KEYS = (
 def read_checkpoint(
     directory: Path, config: Mapping[str, Any], headers: Sequence[Header] | None
 ) -> CheckpointKV:
-    """Read what a checkpoint says about its KV cache.
+    """Reads what a checkpoint says about its KV cache.
 
     config: its config.json. headers: of its weight files, None without any. Raises BadCheckpoint, naming
     a broken file.
@@ -74,7 +74,7 @@ def read_checkpoint(
 
 
 def _declarations(directory: Path, config: Mapping[str, Any]) -> Iterator[Declaration]:
-    """Yield every declaration about the KV cache, the main config first."""
+    """Yields every declaration about the KV cache, the main config first."""
     for part, where in _config_parts(config, f"{CONFIG_NAME}: "):
         for key, dialect in _CONFIG_KEYS.items():
             if part.get(key) is not None:

@@ -24,7 +24,10 @@ SUFFIX = ".k_feedback"
 
 
 def find_rounding(directory: Path) -> dict[str, ScaleTensor]:
-    """The matrices of a checkpoint by attention module, without values. BadCheckpoint for a broken file."""
+    """Returns a checkpoint's matrices by attention module, without values.
+
+    Raises BadCheckpoint for a broken file.
+    """
     path = directory / FILE_NAME
     if not path.is_file():
         return {}
@@ -40,7 +43,10 @@ def find_rounding(directory: Path) -> dict[str, ScaleTensor]:
 def audit_rounding(
     layer: LayerGeometry, side: Side, dtype: KVDtype, checkpoint: CheckpointKV
 ) -> Scale:
-    """Where the matrices of one layer come from. BadCheckpoint if there are none, or of another shape."""
+    """Returns where one layer's matrices come from.
+
+    Raises BadCheckpoint if there are none, or of another shape.
+    """
     _, plain = PAIR_NAMES[str(dtype)]  # the same bytes, without matrices
     if side is not Side.K:
         raise BadCheckpoint(

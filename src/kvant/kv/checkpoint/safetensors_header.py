@@ -80,7 +80,7 @@ class WeightFiles:
 
 
 def find_weight_files(directory: Path) -> WeightFiles:
-    """The safetensors files of a model directory, as its index or their names say.
+    """Returns the safetensors files of a model directory, as its index or their names say.
 
     With an index, exactly its files count, and all or none must exist: a part is a broken download.
     Without one, model.safetensors alone counts, else every safetensors file.
@@ -124,7 +124,7 @@ def read_headers(directory: Path) -> tuple[Header, ...] | None:
 
 
 def read_header(path: Path) -> Header:
-    """One file's header. BadCheckpoint if it is not a whole safetensors file."""
+    """Returns one file's header. Raises BadCheckpoint if it is not a whole safetensors file."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -178,7 +178,7 @@ def _entry(name: str, fields: Any, start: int, path: Path) -> TensorEntry:
 
 
 def _counts(values: Any) -> tuple[int, ...] | None:
-    """A list of whole numbers that fit 63 bits, or None for anything else."""
+    """Returns a list of whole numbers that fit 63 bits, or None for anything else."""
     if not isinstance(values, list):
         return None
     return tuple(values) if all(type(v) is int and 0 <= v < 2**63 for v in values) else None

@@ -98,7 +98,7 @@ ATTENTION_MODULES = frozenset({"self_attn", "attention", "attn", "self_attention
 
 
 def read_scale_name(name: str) -> ScaleName | None:
-    """What the tensor `name` is for KV quantisation, or None for any other tensor."""
+    """Returns what the tensor `name` is for KV quantisation, or None for any other tensor."""
     parts = name.split(".")
     leaf = parts.pop()
     if not parts:
@@ -123,7 +123,7 @@ class FoundScales:
 
 
 def find_scales(headers: Iterable[Header], directory: Path) -> FoundScales:
-    """Attach every scale to its attention module and side; files are named relative to `directory`.
+    """Attaches every scale to its attention module and side; files are named relative to `directory`.
 
     Two tensors for one place stay visible as rivals: Kvant does not guess which one counts. The
     one exception is a global scale beside block scales, which Kvant computes row by row itself.
@@ -180,7 +180,7 @@ class _Wanted:
 
 
 def read_scale_values(directory: Path, plan: KVPlan) -> dict[tuple[int, Side], tuple[float, ...]]:
-    """Every scale that is FOUND, by layer index and side: 1 value or one per KV head.
+    """Returns every scale that is FOUND, by layer index and side: 1 value or one per KV head.
 
     `stored * value = number`: inverse tensors are inverted and the plan's factor is applied.
     Raises BadCheckpoint, naming tensor and file, for a value that is no scale: zero, negative, NaN,

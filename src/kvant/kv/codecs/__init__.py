@@ -47,7 +47,7 @@ class Codec(Protocol):
     """
 
     def encode(self, x: Tensor, scale: Tensor | None) -> tuple[Tensor, ...]:
-        """Encode x [..., num_kv_heads, head_dim] into planes. Does not mutate x.
+        """Encodes x [..., num_kv_heads, head_dim] into planes. Does not mutate x.
 
         A plane may be x itself if nothing changes.
         """
@@ -68,6 +68,6 @@ class _CodecModule(Protocol):
 
 @cache
 def codec_for(dtype: KVDtype) -> Codec:
-    """The codec that defines `dtype`; its module is imported on first use."""
+    """Returns the codec that defines `dtype`; its module is imported on first use."""
     module = cast(_CodecModule, importlib.import_module(f"kvant.kv.codecs.{dtype.format.codec}"))
     return module.codec(dtype.format)

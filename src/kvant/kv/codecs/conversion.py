@@ -18,7 +18,7 @@ def widen(x: Tensor) -> Tensor:
 
 
 def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert values [..] to `dtype`: rounded to nearest even, saturating (infinities too), NaN stays.
+    """Converts values [..] to `dtype`: rounded to nearest even, saturating (infinities too), NaN stays.
 
     Between float32 and float64 in the widening direction, and within one dtype, nothing changes.
     """

@@ -60,7 +60,7 @@ class RotatedInt4Codec:
         return narrow(unrotate(self.decode_rotated(planes)), dtype)
 
     def decode_rotated(self, planes: Sequence[Tensor]) -> Tensor:
-        """The rows before the rotation is undone: float32 [.., head_dim], exact.
+        """Returns the rows before the rotation is undone: float32 [.., head_dim], exact.
 
         For attention in rotated space: q . k = rotate(q) . decode_rotated / B, and a weighted sum
         of values needs `unrotate` once, on the result.
@@ -71,7 +71,7 @@ class RotatedInt4Codec:
         return packed.look_up(codes, numbers, 4).sub_(zero_point).mul_(scales)
 
     def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the scale plane [.., 1] into zero points and scales, both float32 [.., 1]."""
+        """Splits the scale plane [.., 1] into zero points and scales, both float32 [.., 1]."""
         bits = stored.view(torch.int32)
         zero_point = (bits & ZERO_POINT_MASK).to(torch.float32)
         return zero_point, (bits & ~ZERO_POINT_MASK).view(torch.float32)
@@ -80,7 +80,7 @@ class RotatedInt4Codec:
         return round_scale(scales, DROPPED_BITS)
 
     def _joined(self, scales: Tensor, zero_point: Tensor, broken: Tensor) -> Tensor:
-        """The scale plane of scales [.., 1], rounded; broken rows have the scale NaN."""
+        """Returns the scale plane of scales [.., 1], rounded; broken rows have the scale NaN."""
         stored = (scales.view(torch.int32) | zero_point.to(torch.int32)).view(torch.float32)
         return torch.where(broken, float("nan"), stored)
 

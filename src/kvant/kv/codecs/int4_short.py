@@ -30,7 +30,7 @@ NAN_WORD = 0xFFF0
 @dataclass(frozen=True, slots=True)
 class ShortInt4Codec(RotatedInt4Codec):
     def split(self, stored: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the int16 words [.., 1] into zero points and scales, both float32 [.., 1]."""
+        """Splits the int16 words [.., 1] into zero points and scales, both float32 [.., 1]."""
         word = stored.to(torch.int32) & 0xFFFF
         scales = (((word >> 4) + OFFSET) << DROPPED_BITS).view(torch.float32)
         return (word & 15).to(torch.float32), scales.masked_fill(word >= NAN_WORD, float("nan"))

@@ -46,7 +46,7 @@ def look_up(packed: Tensor, values: Tensor, bits: int) -> Tensor:
 
 
 def _bytes(device: torch.device) -> Tensor:
-    """Where the three bytes of eight codes begin, in bits."""
+    """Returns where the three bytes of eight codes begin, in bits."""
     return torch.arange(0, 24, 8, dtype=torch.int32, device=device)
 
 

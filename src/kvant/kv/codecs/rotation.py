@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def block_length(head_dim: int) -> int:
-    """Largest power of two that divides head_dim."""
+    """Returns the largest power of two that divides head_dim."""
     return head_dim & -head_dim
 
 
@@ -34,5 +34,5 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def unrotate(y: Tensor) -> Tensor:
-    """The inverse of `rotate` for y [.., head_dim]; the division by a power of two is exact."""
+    """Returns the inverse of `rotate` for y [.., head_dim]; the division by a power of two is exact."""
     return rotate(y).mul_(1.0 / block_length(y.shape[-1]))

@@ -112,7 +112,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, correctly rounded; torch's own in float32 is not, on some CPUs."""
+    """Returns the square root, correctly rounded; torch's own in float32 is not, on some CPUs."""
     return x.to(torch.float64).sqrt().to(torch.float32)
 
 

@@ -28,7 +28,7 @@ class OffloadConfig:
 
 
 def parse_offload(text: str, *, asked_by: str) -> OffloadConfig:
-    """Read "host:SIZE[,disk:DIRECTORY:SIZE]". Raises BadValue."""
+    """Reads "host:SIZE[,disk:DIRECTORY:SIZE]". Raises BadValue."""
     host: int | None = None
     disk: DiskConfig | None = None
     for part in text.split(","):

@@ -129,19 +129,19 @@ class FileQueue:
             self._writer.submit(self._write_one, key, row, total)
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note that pages were used, the first ones of a sequence first."""
+        """Notes that pages were used, the first ones of a sequence first."""
         paths = [self._files.path(*key) for key in keys if key in self._known]
         if paths:
             self._writer.submit(self._guarded, lambda: self._files.touch(paths))
 
     def forget(self, key: Key) -> None:
-        """Remove a file whose contents are not trusted."""
+        """Removes a file whose contents are not trusted."""
         if key in self._known:
             self._known.discard(key)
             self._writer.submit(self._guarded, lambda: self._files.remove(*key))
 
     def forget_own(self) -> None:
-        """Remove every file that this process wrote."""
+        """Removes every file that this process wrote."""
         own, self._own = self._own, set()
         for key in own:
             self._known.discard(key)
@@ -220,7 +220,7 @@ class FileQueue:
             self._guarded(self._scan)
 
     def _scan(self) -> None:
-        """Look at every file, and remove some if they are too many."""
+        """Looks at every file, and removes some if they are too many."""
         self._scanned = time.monotonic()
         for file in self._files.scan():
             found = self._files.key_of(file.path)
@@ -244,7 +244,7 @@ class FileQueue:
             _log.exception("work on page files failed")
 
     def _tell(self, kind: str, text: str) -> None:
-        """Log a kind of fault once; counters show the others."""
+        """Logs a kind of fault once; counters show the others."""
         if kind not in self._told:
             self._told.add(kind)
             _log.warning("%s", text)

@@ -81,7 +81,7 @@ class HostRows:
         return self._strides[group]
 
     def row(self, group: int, page: int) -> memoryview:
-        """A page's bytes."""
+        """Returns a page's bytes."""
         first = page * self._strides[group]
         return self._all[first : first + self.row_bytes[group]]
 
@@ -90,19 +90,19 @@ class Copier(Protocol):
     """Copies chunks of pages; used by one thread. `mark` was made by the engine's thread."""
 
     def mark(self) -> object:
-        """Everything that was launched so far."""
+        """Marks the end of what was launched so far."""
         ...
 
     def begin(self, mark: object) -> None:
-        """The copies that follow come after `mark`."""
+        """Makes the copies that follow wait for `mark`."""
         ...
 
     def store(self, group: int, pages: list[int], rows: list[int]) -> Callable[[], None]:
-        """Begin to copy pages of the device into rows; the result waits until they are there."""
+        """Begins to copy pages of the device into rows; the result waits until they are there."""
         ...
 
     def load(self, group: int, pages: list[int], rows: list[int]) -> Callable[[], None]:
-        """Begin to copy rows into pages of the device; the result waits until they are there."""
+        """Begins to copy rows into pages of the device; the result waits until they are there."""
         ...
 
 
@@ -264,7 +264,7 @@ class PageMover:
     def _check(
         self, moves: Sequence[Move], chunks: list[tuple[int, list[int]]]
     ) -> list[list[Future[list[bytes]]]]:
-        """Begin to compute checksums. A thread does it: waking others takes the engine's thread long."""
+        """Begins to compute checksums. A thread does it: waking others takes the engine's thread long."""
         found = []
         for group, places in chunks:
             most = max(1, _CHECKED_BYTES // max(1, self.page_bytes[group]))
@@ -293,7 +293,7 @@ class PageMover:
 
 
 def pieces_of(pools: Sequence[KVPool]) -> list[list[Tensor]]:
-    """The pieces of a page in all pools that share page ids, by group: uint8 [num_pages, n] each."""
+    """Returns the pieces of a page in all pools that share page ids, by group: uint8 [num_pages, n] each."""
     arenas = list({id(pool.arena): pool.arena for pool in pools}.values())
     groups = range(len(arenas[0].layout.groups))
     return [
@@ -312,7 +312,7 @@ def _nothing() -> None:
 
 
 def _pin(memory: Tensor) -> None:
-    """Let a GPU copy from and to this memory directly."""
+    """Lets a GPU copy from and to this memory directly."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(status) != 0:

@@ -63,11 +63,11 @@ class Mover(Protocol):
         ...
 
     def store(self, job: int, moves: Sequence[Move]) -> None:
-        """Copy pages from the device to host memory, after everything that was launched so far."""
+        """Copies pages from the device to host memory, after everything that was launched so far."""
         ...
 
     def load(self, job: int, moves: Sequence[Move]) -> None:
-        """Check pages in host memory and copy the good ones to the device, also after all launches."""
+        """Checks pages in host memory and copies the good ones to the device, also after all launches."""
         ...
 
     def take(self) -> list[Moved]:
@@ -75,7 +75,7 @@ class Mover(Protocol):
         ...
 
     def row(self, group: int, host_page: int) -> memoryview:
-        """The bytes of a page in host memory, to be read or written by the holder of the page."""
+        """Returns the bytes of a page in host memory, to be read or written by the holder of the page."""
         ...
 
 
@@ -89,6 +89,6 @@ class Bell:
         self._event.set()
 
     def wait(self, seconds: float) -> None:
-        """Return when it was rung since the last call, at the latest after `seconds`."""
+        """Waits until it was rung since the last call, `seconds` at most."""
         self._event.wait(seconds)
         self._event.clear()

@@ -98,14 +98,14 @@ class PageFiles:
         return self.home / name[:2] / f"{name}.{group}"
 
     def write(self, group: int, digest: bytes, data: memoryview, total: bytes) -> int:
-        """Write a page whose checksum is `total`; the number of bytes of its file. Raises OSError."""
+        """Writes a page whose checksum is `total`; returns the bytes of its file. Raises OSError."""
         path = self.path(group, digest)
         path.parent.mkdir(exist_ok=True)
         self.write_whole(path, self._header(group, digest, len(data), total), data)
         return HEADER_BYTES + len(data)
 
     def read(self, group: int, digest: bytes, into: memoryview) -> bytes:
-        """Read a page into memory of its size; its checksum. Raises OSError, and BadPage."""
+        """Reads a page into memory of its size; returns its checksum. Raises OSError, and BadPage."""
         with open(self.path(group, digest), "rb", buffering=0) as file:
             header = file.read(HEADER_BYTES)
             if len(header) != HEADER_BYTES:
@@ -126,7 +126,7 @@ class PageFiles:
         return total
 
     def touch(self, paths: Iterable[Path]) -> None:
-        """Note that pages of one sequence were used; the first ones stay longest."""
+        """Notes that pages of one sequence were used; the first ones stay longest."""
         now = time.time_ns()
         for place, path in enumerate(paths):
             with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ class PageFiles:
             self.path(group, digest).unlink()
 
     def scan(self) -> Iterator[PageFile]:
-        """Every page file of every identity. Removes what interrupted writers left."""
+        """Yields every page file of every identity. Removes what interrupted writers left."""
         before = time.time() - _OLD_SECONDS
         for home in _entries(self.directory):
             if not home.is_dir(follow_symlinks=False):
@@ -155,7 +155,7 @@ class PageFiles:
                             yield PageFile(file.path, stat.st_size, stat.st_mtime_ns)
 
     def trim(self) -> tuple[int, list[str]] | None:
-        """Remove files that were not used longest, if all are above the budget.
+        """Removes the least recently used files, if all are above the budget.
 
         Returns bytes that are left and the paths of removed files; None while another process removes some.
         """
@@ -183,7 +183,7 @@ class PageFiles:
 
     @contextlib.contextmanager
     def locked(self, *, patiently: bool = True) -> Iterator[None]:
-        """While one process removes files or saves a session, no other one does.
+        """Holds the lock under which one process at a time removes files or saves a session.
 
         Raises BlockingIOError if another one has the lock and this one is not patient.
         """
@@ -192,7 +192,7 @@ class PageFiles:
             yield
 
     def key_of(self, path: str) -> tuple[int, bytes] | None:
-        """Group and hash of a page file of this identity; None for another file."""
+        """Returns the group and hash of a page file of this identity; None for another file."""
         found = Path(path)
         name, _, group = found.name.partition(".")
         if found.parent.parent != self.home or not group.isdecimal():
@@ -207,7 +207,7 @@ class PageFiles:
         return head.ljust(HEADER_BYTES, b"\0")
 
     def write_whole(self, path: Path, *parts: bytes | memoryview, durable: bool = False) -> None:
-        """Write a file that others see whole or not at all. durable: also after a loss of power."""
+        """Writes a file that others see whole or not at all. durable: also after a loss of power."""
         beside = path.with_name(f"{_TEMPORARY}{self._writer}-{next(self._numbers)}")
         try:
             with open(beside, "xb", buffering=0) as file:

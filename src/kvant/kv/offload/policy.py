@@ -48,7 +48,7 @@ class BreakEven:
         self._is_measured: set[str] = set()
 
     def note_copy(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """A copy from a tier was measured."""
+        """Notes the measured time of a copy from a tier."""
         if num_bytes and seconds > 0:
             self.bytes_per_second[tier] = self._smoothed(
                 tier, self.bytes_per_second[tier], num_bytes / seconds
@@ -62,7 +62,7 @@ class BreakEven:
             )
 
     def note_prompts(self, num_tokens: int, seconds: float) -> None:
-        """A step that computed prompts was measured."""
+        """Notes the measured time of a step that computed prompts."""
         if num_tokens >= self.least_tokens and seconds > 0:
             # Tokens and seconds apart: a step's tokens are read while the next step runs.
             for place, now in enumerate((num_tokens, seconds)):

@@ -94,7 +94,7 @@ class SessionFiles:
     def save(
         self, id: str, owner: str, token_ids: Sequence[int], salt: str, messages: Sequence[Any] = ()
     ) -> Session:
-        """Keep a session and pin the files of its pages, as far as there are some. Raises OSError."""
+        """Keeps a session and pins the files of its pages, as far as there are some. Raises OSError."""
         hashes = self.hashes(token_ids, salt)
         with self._files.locked():  # nothing is removed before the session names it
             count = self.count_saved(hashes)
@@ -129,7 +129,7 @@ class SessionFiles:
         return session
 
     def list(self, owner: str) -> list[Session]:
-        """All sessions of an owner, of any identity, the newest first."""
+        """Returns all sessions of an owner, of any identity, the newest first."""
         found = []
         with contextlib.suppress(OSError):
             for path in self._path("x", owner).parent.glob("*.json"):
@@ -139,11 +139,11 @@ class SessionFiles:
         return sorted(found, key=lambda session: -session.saved)
 
     def delete(self, id: str, owner: str) -> None:
-        """Forget a session; its pages may be removed from now on. Raises FileNotFoundError."""
+        """Forgets a session; its pages may be removed from now on. Raises FileNotFoundError."""
         self._path(id, owner).unlink()
 
     def _first_read(self, count: int, window: int) -> int:
-        """The first page of a group with a window that the token behind `count` pages reads."""
+        """Returns the first page of a group with a window that the token behind `count` pages reads."""
         if window == STATES:
             return count - 1  # a state is kept with the last page before it
         return max(0, count * self._page_size - window + 1) // self._page_size

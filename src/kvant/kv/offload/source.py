@@ -57,14 +57,14 @@ class Source(Protocol):
     def probe(
         self, number: int, pages: Sequence[Wanted], windows: Sequence[int | None], prompt: Prompt
     ) -> None:
-        """Look for a sequence's pages, in order, up to one that a group without window lacks.
+        """Looks for a sequence's pages, in order, up to one that a group without window lacks.
 
         number: of the request. windows: tokens that each group keeps, None for all.
         """
         ...
 
     def read(self, reads: Iterable[tuple[Key, int]]) -> None:
-        """Read pages into pages of host memory, each of which is checked."""
+        """Reads pages into pages of host memory, each of which is checked."""
         ...
 
     def take_read(self) -> list[tuple[Key, bytes | None, float]]:
@@ -76,11 +76,11 @@ class Source(Protocol):
         ...
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Note that pages were used, the first ones of a sequence first."""
+        """Notes that pages were used, the first ones of a sequence first."""
         ...
 
     def forget(self, key: Key) -> None:
-        """Read a page no more, whose contents are not trusted."""
+        """Stops reading a page whose contents are not trusted."""
         ...
 
 
@@ -112,7 +112,7 @@ class Files(Source, Protocol):
         ...
 
     def write(self, writes: Iterable[tuple[Key, int, bytes]]) -> None:
-        """Write pages of host memory: what they are, where they lie, and their checksums.
+        """Writes pages of host memory: what they are, where they lie, and their checksums.
 
         May change `takes_writes` between two of them.
         """
@@ -123,7 +123,7 @@ class Files(Source, Protocol):
         ...
 
     def forget_own(self) -> None:
-        """Remove every file that this process wrote."""
+        """Removes every file that this process wrote."""
         ...
 
     def counted(self, counts: TierCounts) -> TierCounts:

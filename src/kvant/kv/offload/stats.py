@@ -26,7 +26,7 @@ class TierCounts:
     num_bytes: int = 0
 
     def with_pages(self, num_pages: int, num_bytes: int) -> TierCounts:
-        """These counts, with what the tier holds now."""
+        """Returns these counts, with what the tier holds now."""
         return replace(self, num_pages=num_pages, num_bytes=num_bytes)
 
 

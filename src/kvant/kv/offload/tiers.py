@@ -252,11 +252,11 @@ class Tiers:
         )
 
     def set_log(self, log: PageLog) -> None:
-        """Tell indexers outside what host memory holds, beside what the device does."""
+        """Tells indexers outside what host memory holds, beside what the device does."""
         self._host.log = log.beside(Medium.HOST)
 
     def held(self) -> list[list[list[int]]]:
-        """The device's pages that each load holds, by group."""
+        """Returns the device's pages that each load holds, by group."""
         every = [*(load.held for load in self._loads.values()), *self._kept.values()]
         return [[held[place] for held in every] for place in self._groups]
 
@@ -281,7 +281,7 @@ class Tiers:
     # -- storing -------------------------------------------------------------------------------
 
     def offer(self, offers: Iterable[Offer]) -> None:
-        """Copy findable pages of one sequence to host memory, if they are not there; first pages first."""
+        """Copies findable pages of one sequence to host memory, if they are not there; first pages first."""
         for offer in offers:
             key = offer.key
             if key in self._storing or key in self._offers or self.in_host(key):
@@ -293,7 +293,7 @@ class Tiers:
         self._store_offers()
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """These pages of one sequence were used; the first ones stay longest."""
+        """Notes that pages of one sequence were used; the first ones stay longest."""
         for place, group in enumerate(self._host.every):
             pages = [group.find(key.digest) for key in keys if key.group == place]
             there = [page for page in pages if page is not None]
@@ -303,7 +303,7 @@ class Tiers:
             self.files.touch(keys)
 
     def _store_offers(self) -> None:
-        """Begin to copy offered pages, as far as host memory has room that nothing is copied to yet."""
+        """Begins to copy offered pages, as far as host memory has room that nothing is copied to yet."""
         most = max(1, self._host.superblocks.num_usable // 2)
         while self._offers and self._host.superblocks.num_live < most:
             chosen: list[Offer] = []
@@ -335,7 +335,7 @@ class Tiers:
             self._mover.store(job, moves)
 
     def _take_host(self, group: int) -> int | None:
-        """A page of host memory, held; the least recently used one gives way."""
+        """Returns a page of host memory, held; the least recently used one gives way."""
         counts = [int(place == group) for place in self._groups]
         before = sum(one.num_known for one in self._host.every)
         found = self._host.allocate(counts, clear=False)
@@ -376,7 +376,7 @@ class Tiers:
             )
 
     def _remember(self, page: int, key: Key, checksum: bytes) -> bool:
-        """Make a page of host memory findable. False if its contents are known as another page."""
+        """Makes a page of host memory findable. Returns False if its contents are known as another page."""
         if not self._host.every[key.group].remember(page, key.digest):
             return False
         self._sums[key.group, page] = key.digest, checksum
@@ -385,7 +385,7 @@ class Tiers:
     # -- restoring -----------------------------------------------------------------------------
 
     def progress_of(self, number: int) -> Progress:
-        """How far a waiting request is. Files that do not answer in time are not waited for any longer."""
+        """Returns how far a waiting request is. It no longer waits for files that do not answer in time."""
         found = self._waiting.get(number)
         if found is None:
             return Progress.NEW
@@ -397,11 +397,11 @@ class Tiers:
         return found.progress
 
     def settle(self, number: int) -> None:
-        """The request goes on with what the device has."""
+        """Lets a request go on with what the device has."""
         self._waiting.setdefault(number, _Waiting()).progress = Progress.SETTLED
 
     def look(self, number: int, first: int, digests: Sequence[bytes], prompt: Prompt) -> None:
-        """A request arrived: look for pages that another process has, if it may want them.
+        """Looks for pages that another process has and that an arriving request may want.
 
         digests: of its pages from `first` on, which the device lacks.
         """
@@ -433,7 +433,7 @@ class Tiers:
         return bool(keys) and self.policy.pays(num_tokens, num_bytes, len(keys))
 
     def fetch(self, number: int, keys: Sequence[Key]) -> bool:
-        """Begin to read pages that host memory lacks. False if there are none, or no room for them."""
+        """Begins to read pages that host memory lacks. Returns False if there are none or no room."""
         if not self._sources:
             return False
         lacking = [key for key in keys if not self.in_host(key)]
@@ -487,7 +487,7 @@ class Tiers:
         return True
 
     def _feed(self, load: int) -> None:
-        """Begin further jobs of a load; end it if there are none and none runs."""
+        """Begins further jobs of a load. Ends the load if there are none and none runs."""
         found = self._loads[load]
         for _ in range(BEGUN_AT_ONCE):
             if (
@@ -587,7 +587,7 @@ class Tiers:
             group.release(pages)
 
     def give_back(self) -> bool:
-        """End all loads, since running requests need their pages. False if there were none.
+        """Ends all loads, since running requests need their pages. Returns False if there were none.
 
         Waits for the copies that run, which takes milliseconds.
         """
@@ -603,7 +603,7 @@ class Tiers:
         return True
 
     def end(self, number: int) -> None:
-        """A request runs, or ended: it waits for nothing. Loads for it are over when this returns."""
+        """Ends the waiting of a request that runs or ended. Its loads are over when this returns."""
         waiting = self._waiting.pop(number, None)
         if waiting is not None and waiting.load is not None:
             self._finish(waiting.load)
@@ -611,7 +611,7 @@ class Tiers:
             self._release(self._kept.pop(number))
 
     def _finish(self, load: int) -> None:
-        """Begin no further job of a load, and wait for its running jobs."""
+        """Begins no further job of a load, and waits for its running jobs."""
         if load in self._loads:
             self._loads[load].is_whole = False
             if self._loads[load].is_over:
@@ -623,7 +623,7 @@ class Tiers:
     # -- forgetting ----------------------------------------------------------------------------
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """Drop pages whose contents are not trusted."""
+        """Drops pages whose contents are not trusted."""
         for digest in digests:
             for place, group in enumerate(self._host.every):
                 key = Key(place, digest)
@@ -634,7 +634,7 @@ class Tiers:
                     source.forget(key)
 
     def forget_all(self) -> None:
-        """Drop all pages of host memory, and the files that this process wrote."""
+        """Drops all pages of host memory, and the files that this process wrote."""
         self._offers.clear()
         self._unsaved.clear()
         self._host.forget_all()
@@ -644,7 +644,7 @@ class Tiers:
     # -- results of other threads --------------------------------------------------------------
 
     def poll(self) -> None:
-        """Take what other threads finished, and begin what waits for it."""
+        """Takes what other threads finished, and begins what waits for it."""
         self._take_moved()
         for load in list(self._loads):
             self._feed(load)
@@ -656,7 +656,7 @@ class Tiers:
             self._poll_writes(self.files)
 
     def wait(self, seconds: float) -> None:
-        """Wait until something is finished, at most so long, then `poll`."""
+        """Waits until something is finished, `seconds` at most; then calls `poll`."""
         self._bell.wait(seconds)
         self.poll()
 
@@ -702,7 +702,7 @@ class Tiers:
             files.write(self._to_write(files))
 
     def _to_write(self, files: Files) -> Iterator[tuple[Key, int, bytes]]:
-        """Unsaved pages, each held from now on, as long as files take some."""
+        """Yields unsaved pages, each held from now on, as long as files take some."""
         while self._unsaved and files.takes_writes:
             key, _ = self._unsaved.popitem(last=False)
             host = self._host.every[key.group]
@@ -736,7 +736,7 @@ class Tiers:
             _log.error("%s: it is computed again; later ones are only counted", what)
 
     def _note_fault(self, way: str, fault: str) -> None:
-        """A copy could not be made. Pages stay what they are; a request computes what it lacks."""
+        """Logs a copy that could not be made. Pages stay as they are; a request computes what it lacks."""
         if way not in self._known_bad:
             self._known_bad.add(way)
             _log.error(
@@ -755,7 +755,7 @@ def _find(
     sums: Mapping[tuple[int, int], tuple[bytes, bytes]],
     key: Key,
 ) -> tuple[int, bytes] | None:
-    """A page of host memory and its checksum. The hash beside it tells whether the page is still this one."""
+    """Returns a page of host memory and its checksum; None if another page took its place."""
     page = finds[key.group](key.digest)
     found = None if page is None else sums.get((key.group, page))
     return None if page is None or found is None or found[0] != key.digest else (page, found[1])

@@ -44,7 +44,7 @@ class TransferConfig:
 
 
 def parse_transfer(text: str, convert: str | None, *, asked_by: str) -> TransferConfig:
-    """Read "give:HOST:PORT" and "take:HOST:PORT", joined by commas, and names of formats. Raises BadValue."""
+    """Reads "give:HOST:PORT" and "take:HOST:PORT,..", and names of formats. Raises BadValue."""
     give: Address | None = None
     take: list[Address] = []
     for part in text.split(","):

@@ -29,7 +29,7 @@ _BY_NAME = {dtype.format.name: dtype for dtype in KVDtype}
 
 
 def groups_of(pools: Sequence[KVPool], rows: HostRows) -> list[GroupRows]:
-    """How pages of each group lie in host memory. Layers of drafters, wide rows and states are not listed."""
+    """Returns how pages of each group lie in host memory, without drafters, wide rows and states."""
     layout, target = pools[0].arena.layout, pools[0]
     return [
         GroupRows(

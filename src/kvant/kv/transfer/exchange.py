@@ -21,7 +21,7 @@ Give = Callable[[HostRows, Catalog], Giver]
 
 
 def own_part(identity: PageIdentity, pools: Sequence[KVPool], rows: HostRows) -> Part:
-    """One rank's part of pages in host memory. The name of its agent is empty. identity: of the part."""
+    """Returns one rank's part of pages in host memory, with an empty agent's name. identity: of the part."""
     return Part(identity.fields, b"", rows.address, groups_of(pools, rows))
 
 
@@ -48,7 +48,7 @@ def exchange(
     others: Callable[[], Sequence[Part]] = tuple,
     spread: Callable[[int, Taker], Source] = lambda _, own: own,
 ) -> tuple[Takers | None, Give | None]:
-    """What `build_tiers` takes as peers and give. identity: of the pages in `pools`, which are rank 0's.
+    """Returns peers and give for `build_tiers`. identity: of the pages in `pools`, which are rank 0's.
 
     fingerprint: of the model's geometry, to say what conversions lose. others: returns the parts of ranks 1
     and up, once host memory was made. spread: extends the source of that number to all ranks.

@@ -25,7 +25,7 @@ class ReadFailed(Exception):
 
 
 def require_nixl() -> Any:
-    """The library. Raises NotServable that names the extra."""
+    """Returns the library. Raises NotServable that names the extra."""
     logging.getLogger("nixl").setLevel(logging.WARNING)
     try:
         return importlib.import_module("nixl")
@@ -59,24 +59,24 @@ class RemoteMemory:
         return bytes(self._agent.get_agent_metadata())
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Let transfers reach memory, which must outlive this object."""
+        """Lets transfers reach memory, which must outlive this object."""
         found = self._agent.register_memory([(address, num_bytes, 0, "")], _KIND)
         self._registered.append(found)
 
     def meet(self, metadata: bytes) -> str:
-        """Know another agent from now on; its name."""
+        """Learns another agent; returns its name."""
         name = self._agent.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def part(self, name: str) -> None:
-        """Forget another agent."""
+        """Forgets another agent."""
         try:
             self._agent.remove_remote_agent(name)
         except Exception as fault:
             logging.getLogger(__name__).debug("NIXL forgets %s: %s", name, fault)
 
     def read(self, name: str, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Copy pieces (address here, address there, bytes) from another agent's memory; waits for them.
+        """Copies pieces (address here, address there, bytes) from another agent's memory; waits for them.
 
         Raises ReadFailed. Nothing is written any more once this returns or raises.
         """
@@ -122,7 +122,7 @@ class RemoteMemory:
         self._agent = None
 
     def _release(self, handle: Any) -> bool:
-        """Give a transfer up. False if NIXL cannot."""
+        """Gives a transfer up. Returns False if NIXL cannot."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as fault:

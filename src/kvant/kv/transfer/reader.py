@@ -28,7 +28,7 @@ class Converter(Protocol):
     def convert(
         self, theirs: Sequence[GroupRows], key: Key, row: memoryview, into: memoryview
     ) -> None:
-        """Decode a page with the codecs of its formats, and encode it with this engine's."""
+        """Decodes a page with the codecs of its formats, and encodes it with this engine's."""
         ...
 
 

@@ -79,7 +79,7 @@ class Converter(ConvertsPart, Protocol):
         ...
 
     def check(self, mine: Sequence[messages.Part], theirs: messages.Welcome) -> str:
-        """What is converted, in words. mine: of every rank. Raises Unlike where it cannot be."""
+        """Returns what is converted, in words. mine: of every rank. Raises Unlike where it cannot be."""
         ...
 
 
@@ -251,7 +251,7 @@ class _Reader:
     def probe(
         self, number: int, pages: Sequence[Wanted], windows: Sequence[int | None], prompt: Prompt
     ) -> None:
-        """Ask where pages lie, and note which are there."""
+        """Asks where pages lie, and notes which are there."""
         try:
             if self._giver is not None:
                 self._probe(self._giver, pages, windows, prompt)
@@ -290,7 +290,7 @@ class _Reader:
     def _names(
         self, giver: messages.Welcome, pages: Sequence[Wanted], prompt: Prompt
     ) -> dict[bytes, bytes]:
-        """The other engine's hash of each page."""
+        """Returns the other engine's hash of each page."""
         if giver.identity == self._mine[0].identity:
             return {page.digest: page.digest for page in pages}
         theirs = PageIdentity(**giver.identity)
@@ -302,7 +302,7 @@ class _Reader:
         return {page.digest: names[page.place] for page in pages}
 
     def _ask(self, question: messages.Question) -> messages.Answer | None:
-        """None if no answer comes."""
+        """Returns the other engine's answer; None if none comes."""
         if self._socket is None:
             self._socket = zmq.Context.instance().socket(zmq.REQ)
             self._socket.setsockopt(zmq.LINGER, 0)
@@ -320,7 +320,7 @@ class _Reader:
         return None
 
     def _meet(self) -> None:
-        """Exchange identities; know the other engine's memory if pages can be used."""
+        """Exchanges identities, and learns the other engine's memory if its pages can be used."""
         self._tried = time.monotonic()
         convert = self._converter
         formats = [] if convert is None else sorted(convert.formats)
@@ -346,7 +346,7 @@ class _Reader:
         _log.info("pages of the engine at %s are taken%s", self._address, told)
 
     def _like(self, answer: messages.Answer) -> str:
-        """What is converted, in words, or nothing. Raises Unlike."""
+        """Returns what is converted, in words, or nothing. Raises Unlike."""
         assert isinstance(answer, (messages.Welcome, messages.Refused))
         if isinstance(answer, messages.Refused) and answer.version != messages.VERSION:
             raise Unlike(f"it speaks version {answer.version}, here it is {messages.VERSION}")
@@ -381,7 +381,7 @@ class _Reader:
     # -- reading -------------------------------------------------------------------------------
 
     def read(self, reads: Sequence[tuple[Key, memoryview, Place | None]]) -> None:
-        """Read pages, check them, and tell each."""
+        """Reads pages, checks them, and tells each."""
         try:
             for start in range(0, len(reads), READ_PAGES):
                 self._read_some(reads[start : start + READ_PAGES])
@@ -408,7 +408,7 @@ class _Reader:
             self._bell.ring()
 
     def _lose(self, why: str) -> None:
-        """The engine is gone: what is known of it means nothing."""
+        """Forgets what is known of an engine that is gone."""
         if self._giver is not None:
             _log.warning("the engine at %s is lost (%s): prompts are computed", self._address, why)
         self._part()
@@ -423,7 +423,7 @@ class _Reader:
             self._socket = None
 
     def _tell(self, kind: str, text: str) -> None:
-        """Log a kind of fault once."""
+        """Logs a kind of fault once."""
         if kind not in self._told:
             self._told.add(kind)
             _log.warning("the engine at %s: %s", self._address, text)
@@ -433,7 +433,7 @@ def _difference(
     mine: Sequence[PageIdentity], theirs: Sequence[Mapping[str, str]],
     among: Collection[str] | None = None,
 ) -> str | None:  # fmt: skip
-    """The first difference of the same rank's parts, in words; None if there is none."""
+    """Returns the first difference of the same rank's parts, in words; None if there is none."""
     found = (a.difference(b, among) for a, b in zip(mine, theirs, strict=True))
     return next((one for one in found if one is not None), None)
 
@@ -443,7 +443,7 @@ def _ranks(count: int) -> str:
 
 
 def _nothing(reader: _Reader) -> None:
-    """Time to look whether the other engine answers again."""
+    """Does nothing. The reader runs it when no task came in time, and then looks at the other engine."""
 
 
 def _emptied(found: deque[tuple[Key, bytes | None, float]] | deque[int]) -> list:  # type: ignore[type-arg]

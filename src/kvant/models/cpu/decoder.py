@@ -225,7 +225,7 @@ class CpuDecoder:
         return [*(linear for part in self._parts for linear in part.linears), self._head]
 
     def score(self, hidden: Tensor) -> Tensor:
-        """Apply the head: [n, hidden_size], normed -> [n, vocab_size], float32."""
+        """Applies the head: [n, hidden_size], normed -> [n, vocab_size], float32."""
         return self._head(hidden.to(torch.float32), to_bf16=self._rounds)
 
     def run(

@@ -125,7 +125,7 @@ class WideEmbedding(nn.Embedding):
 
     @classmethod
     def of(cls, table: nn.Embedding) -> WideEmbedding:
-        """The same weight, not copied."""
+        """Returns the same weight, not copied."""
         made = cls(table.num_embeddings, table.embedding_dim, device="meta")
         made.weight = table.weight
         return made

@@ -56,7 +56,7 @@ def attention_layers(
     sinks: bool = False,
     softcap: float = 0.0,
 ) -> Layers:
-    """Build layers that differ only in their windows."""
+    """Builds layers that differ only in their windows."""
     return tuple(
         attention_layer(index, prefix, heads, window, sinks=sinks, softcap=softcap)
         for index, window in enumerate(windows)
@@ -74,7 +74,7 @@ def attention_layer(
     shared_with: int | None = None,
     causal: bool = True,
 ) -> LayerGeometry:
-    """One layer with K and V. A layer that shares another's KV keeps the head sizes it reads."""
+    """Returns one layer with K and V. A layer that shares another's KV keeps the head sizes it reads."""
     kind = Attention.FULL if window is None else Attention.SLIDING
     return LayerGeometry(
         index=index,

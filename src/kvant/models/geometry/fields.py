@@ -145,7 +145,7 @@ class Fields:
         return Fields({**missing, **self._values}, section=self._section, defaults=self._defaults)
 
     def names(self) -> tuple[str, ...]:
-        """The section's own keys, in order."""
+        """Returns the section's own keys, in order."""
         return tuple(str(name) for name in self._values)
 
 

@@ -26,7 +26,7 @@ _PATTERN = 6
 
 
 def refuse_encoder(fields: Fields) -> None:
-    """Refuse a model that also attends to later tokens: its keys change with every token."""
+    """Refuses a model that also attends to later tokens: its keys change with every token."""
     value = fields.raw("use_bidirectional_attention")
     if value is True or value == "all":
         raise fields.bad(

@@ -93,7 +93,7 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 def per_layer_embedding(
     fields: Fields, at: str, count: int, hidden: int, per_layer: int
 ) -> Iterator[Weight]:
-    """A second embedding, `per_layer` numbers for each of `count` layers, and its mixing."""
+    """Yields a second embedding, `per_layer` numbers for each of `count` layers, and its mixing."""
     rows = fields.integer("vocab_size_per_layer_input")
     yield embedding(f"{at}.embed_tokens_per_layer", rows, count * per_layer)
     yield from linear(f"{at}.per_layer_model_projection", count * per_layer, hidden)
@@ -101,7 +101,7 @@ def per_layer_embedding(
 
 
 def _intermediate_sizes(fields: Fields, count: int) -> Sequence[int]:
-    """One number for all layers, or a list of one per layer."""
+    """Returns one number for all layers, or a list of one per layer."""
     if not isinstance(fields.raw("intermediate_size"), list | tuple):
         return (fields.integer("intermediate_size"),) * count
     sizes = fields.integers("intermediate_size", least=1) or ()

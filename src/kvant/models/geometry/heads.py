@@ -38,7 +38,7 @@ def read_heads(
 
 
 def refuse_uneven(fields: Fields, name: str, num_q: int, num_kv: int) -> None:
-    """Raise if KV heads would serve different numbers of query heads."""
+    """Raises if KV heads would serve different numbers of query heads."""
     if num_q % num_kv:
         raise fields.bad(name, f"{num_q} query heads cannot share {num_kv} KV heads evenly")
 

@@ -85,7 +85,7 @@ def _full_heads(fields: Fields) -> Heads:
 
 
 def _windowed_heads(fields: Fields) -> Heads:
-    """The windowed layers' own numbers, where the config has any; twice the KV heads without."""
+    """Returns the windowed layers' own numbers, where the config has any; twice the KV heads without."""
     full = _full_heads(fields)
     num_q = fields.optional_integer("swa_num_attention_heads") or full.num_q
     num_kv = fields.optional_integer("swa_num_key_value_heads") or 2 * full.num_kv

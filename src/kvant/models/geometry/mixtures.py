@@ -91,7 +91,7 @@ def refuse_lacking_experts(
 
 
 def _count(text: Mapping[str, Any]) -> int | None:
-    """The number of experts of a layer, None for a model without any or with numbers that differ."""
+    """Returns the number of experts of a layer, None for a model without any or with numbers that differ."""
     found = (_whole(text, name) for name in (*EXPERT_FIELDS, "moe_num_experts"))
     return next((count for count in found if count), None)
 

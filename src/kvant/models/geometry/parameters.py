@@ -85,7 +85,7 @@ def norms(layer: str, width: int, *names: str, bias: bool = False) -> Iterator[W
 
 
 def other(name: str, *shape: int) -> Weight:
-    """A convolution's kernel, or another tensor of a shape of its own."""
+    """Returns a convolution's kernel, or another tensor of a shape of its own."""
     return Weight(name, WeightKind.OTHER, math.prod(shape[:1]), math.prod(shape[1:]), shape=shape)
 
 
@@ -122,7 +122,7 @@ def attention(
 
 
 def mlp(name: str, hidden: int, intermediate: int, *, bias: bool = False) -> Iterator[Weight]:
-    """A gated feed-forward network: gate, up and down."""
+    """Yields a gated feed-forward network: gate, up and down."""
     yield from linear(f"{name}.gate_proj", intermediate, hidden, bias=bias)
     yield from linear(f"{name}.up_proj", intermediate, hidden, bias=bias)
     yield from linear(f"{name}.down_proj", hidden, intermediate, bias=bias)

@@ -77,7 +77,7 @@ def _qwen3_moe_weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
 
 
 def is_sparse(fields: Fields, index: int) -> bool:
-    """True if a layer has experts: every `decoder_sparse_step`-th, `mlp_only_layers` left out.
+    """Returns whether a layer has experts: every `decoder_sparse_step`-th, `mlp_only_layers` left out.
 
     A model with 0 experts is dense.
     """

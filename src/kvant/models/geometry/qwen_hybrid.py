@@ -46,7 +46,7 @@ def _layers(fields: Fields, prefix: str) -> Layers:
 
 
 def _states(fields: Fields) -> tuple[StateGeometry, ...]:
-    """The last inputs of the convolution over q, k and v, and a matrix [values, keys] for each head."""
+    """Returns the states: the last inputs of the convolution, and a matrix [values, keys] for each head."""
     heads, values = (
         fields.integer("linear_num_value_heads"),
         fields.integer("linear_value_head_dim"),

@@ -167,7 +167,7 @@ def _gemma4_vision(vision: Fields) -> Iterator[Weight]:
 
 
 def _clippable(name: str, rows: int, columns: int, *, clips: bool) -> Iterator[Weight]:
-    """A projection with bounds of its inputs and outputs, which it clips or only could clip."""
+    """Yields a projection with bounds of its inputs and outputs, which it clips or only could clip."""
     yield from linear(f"{name}.linear", rows, columns)
     for bound in ("input_min", "input_max", "output_min", "output_max") if clips else ():
         yield other(f"{name}.{bound}")

@@ -96,7 +96,7 @@ def are_decoded(config: Mapping[str, Any], device: DeviceFacts) -> bool:
 
 
 def _fp8(fields: Fields) -> Recipe | NoRecipe:
-    """One byte per number; a float32 scale per block (DeepSeek) or per matrix."""
+    """Returns one byte per number; a float32 scale per block (DeepSeek) or per matrix."""
     block = fields.integers("weight_block_size", least=1)
     if block is not None and len(block) != 2:
         return NoRecipe(f"weight_block_size {shown(block)} is not two numbers")

@@ -103,8 +103,9 @@ class UnknownName(ConfigError):
     def __init__(self, kind: str, name: str, known: Iterable[str], *, asked_by: str = "") -> None:
         names = list(known)
         spelled = {known.lower(): known for known in reversed(names)}
+        begun = [one for one in spelled if len(name) > 2 and one.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), spelled, n=3, cutoff=0.5)
-        near = [spelled[found] for found in close]
+        near = [spelled[found] for found in dict.fromkeys((*reversed(begun), *close))][:3]
         by = f" (asked by {asked_by})" if asked_by else ""
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         super().__init__(

@@ -140,6 +140,9 @@ def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:
 
 REFUSED = (
     (("--kv-cache-dtype", "fp9"), "did you mean"),
+    (("--kv-cache-dtype", "int8"), "did you mean int8_per_token_head?"),
+    (("--kv-cache-dtype", "int4"), "did you mean int4_per_token_head or"),
+    (("--kv-cache-dtype", "TurboQuant"), "did you mean turboquant_k8"),
     (("--kv-cache-dtype", "fp8/"), "no KV cache format"),
     (("--device", "sm_12"), "sm_90"),
     (("--memory", "lots"), "--memory"),

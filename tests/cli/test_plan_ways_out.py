@@ -60,6 +60,17 @@ def test_more_pages_than_the_device_holds_are_answered(models: dict[str, Path]) 
     assert "does not fit" not in kvant(*asked).out
 
 
+def test_more_pages_than_this_machine_holds_are_no_plan_to_chat_with(
+    models: dict[str, Path],
+) -> None:
+    asked = ("plan", str(models["qwen3"]), "--kv-cache-memory")
+    refused = kvant(*asked, "900TiB").out
+    assert "more than the device has; way out: a smaller --kv-cache-memory" in refused
+    assert "chat with it" not in refused
+    assert "chat with it" in kvant(*asked, "1MiB").out
+    assert "does not fit" not in kvant(*asked, "900TiB", "--memory", "1000TiB").out
+
+
 def test_a_pair_of_formats_on_latents_is_answered_with_single_ones(
     models: dict[str, Path],
 ) -> None:

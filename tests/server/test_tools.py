@@ -275,6 +275,22 @@ def test_a_model_without_a_tool_template_says_so(server: Server) -> None:
     assert answer.status == 400
     assert answer.error["param"] == "tools"
     assert "takes no tools" in answer.error["message"]
+    assert answer.error["message"].endswith("with response_format")
+
+
+def test_the_way_out_of_tools_has_each_endpoints_own_name(server: Server) -> None:
+    tool = {"name": "add", "input_schema": {"type": "object"}}
+    body = {"messages": HELLO, "tools": [tool], "max_tokens": 4}
+    answer = server.post("/v1/messages", body)
+    assert answer.status == 400
+    assert answer.json["error"]["message"].endswith("with output_config.format")
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    del body["tools"]
+    assert server.post("/v1/messages", {**body, "output_config": form}).status == 200
+    function = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    answer = server.post("/v1/responses", {"input": "hi", "tools": [function]})
+    assert answer.status == 400
+    assert answer.error["message"].endswith("with text.format")
 
 
 def test_tokenize_counts_tools_as_a_conversation_has_them(tooled: Server) -> None:

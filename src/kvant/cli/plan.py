@@ -58,7 +58,7 @@ def plan(
         plan_request(settings, device_from(device)),
         memory_bytes=None if memory is None else parse_size(memory, asked_by="--memory"),
     )
-    here = device == "cpu" and memory is None and request.kv_cache_bytes is None
+    here = device == "cpu" and memory is None
     made = check_values(make_plan(request, read_facts(request, memory=here)))
     if output is Format.JSON:
         from kvant.plan.plan_json import plan_json

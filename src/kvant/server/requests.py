@@ -232,17 +232,21 @@ def read_conversation(
     return replace(found, source=names["messages"])
 
 
+_BY_FORMAT = "or ask for the form of the answer with response_format"
+
+
 def renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Returns an error with its field renamed. names: the new name of each field."""
-    given = fault.param or ""
+    """Returns an error with its fields renamed. names: the new name of each field."""
+    given, param = fault.param or "", fault.param
     field = re.split(r"[.\[]", given)[0]
-    if names.get(field, field) == field:
-        return fault
-    # The indices of messages differ from those of the list that the client sent, so they are dropped.
-    param = names[field] if field == "messages" else names[field] + given[len(field) :]
     message = fault.message
-    if message.startswith(given):
-        message = param + message[len(given) :]
+    if names.get(field, field) != field:
+        # The indices of messages differ from those of the list that the client sent, so they are dropped.
+        param = names[field] if field == "messages" else names[field] + given[len(field) :]
+        if message.startswith(given):
+            message = param + message[len(given) :]
+    if message.endswith(_BY_FORMAT) and "response_format" in names:
+        message = message.removesuffix("response_format") + names["response_format"]
     return ApiError(
         fault.status, message, type=fault.type, param=param, code=fault.code,
         retry_after=fault.retry_after,
@@ -690,7 +694,7 @@ def _require_tool_template(facts: Facts, param: str) -> None:
     if "tools" not in (facts.template or ""):
         raise bad_request(
             f"{param}: this model's chat template takes no tools: serve a model whose template does, "
-            "or ask for the form of the answer with response_format",
+            f"{_BY_FORMAT}",
             param,
         )
 

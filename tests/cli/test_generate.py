@@ -183,7 +183,7 @@ def test_warnings_of_the_plan_go_to_stderr(path: Path) -> None:
     [
         (["Hello", "--kv-cache-dtype", "fp9"], UnknownName, "fp9"),
         (["Hello", "--temperature", "-1"], BadValue, "temperature"),
-        (["Hello", "--max-tokens", "0"], BadValue, "max_tokens"),
+        (["Hello", "--max-tokens", "0"], BadValue, "--max-tokens is 0"),
         (["Hello", "--calculate-kv-scales"], NotServable, "calculate"),
         (["Hello", "--tensor-parallel-size", "3"], NotServable, "one device"),
         (["Hello", "--kv-cache-memory", "900TiB"], DoesNotFit, "does not fit"),
@@ -203,6 +203,12 @@ def test_what_cannot_be_is_the_users_to_mend(
     assert result.exception.exit_code == 2
     assert words in str(result.exception)
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["Hello", "--max-tokens", "0"], ["Hello", ""]])
+def test_what_no_model_could_answer_is_refused_before_one_is_sought(arguments: list[str]) -> None:
+    result = CliRunner().invoke(app, ["--model", "/nonexistent", *arguments])
+    assert isinstance(result.exception, BadValue)
 
 
 def test_refusals_import_no_torch() -> None:

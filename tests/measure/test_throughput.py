@@ -53,6 +53,21 @@ def test_a_load_longer_than_a_sequence_may_be_is_refused_before_it_runs(tmp_path
     assert not llm.engine.has_work
 
 
+def test_no_load_is_measured_if_one_is_too_long(tmp_path: Path) -> None:
+    model = tiny.build("llama", tmp_path)
+    shown = kvant(
+        "bench", "throughput", "-m", str(model), "--dtype", "float32", "--max-model-len", "64",
+        "--load", "1x8/2", "--load", "2x60/5", "--repeats", "1",
+    )  # fmt: skip
+    assert shown.code == 2
+    assert "--load 2x60/5 is longer than a sequence may be here" in shown.err
+    exact = kvant(
+        "bench", "throughput", "-m", str(model), "--dtype", "float32", "--max-model-len", "64",
+        "--load", "1x62/2", "--repeats", "1",
+    )  # fmt: skip
+    assert exact.code == 0, exact.err
+
+
 def test_a_request_that_fails_is_an_error_in_words(tmp_path: Path) -> None:
     path = tiny.build("qwen3", tmp_path)
     weights = load_file(path / "model.safetensors")

@@ -119,9 +119,17 @@ def generate(
         "structured_outputs": _form(json_schema, json_object, regex, choice, grammar),
     }
     _refuse_models(prompts)
+    if max_tokens < 1:
+        raise BadValue(f"--max-tokens is {max_tokens}", why="it must be a whole number, 1 or more")
     # Wrong flags are refused before the model loads.
     params = model_options.sampling_from(sampling, SamplingParams())
     texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    if not (chat or all(texts)):
+        raise BadValue(
+            "a prompt is empty",
+            why="there is nothing to go on from",
+            ways_out=(WayOut("give a text, or - to read one from stdin"),),
+        )
     try:
         llm = model_options.open_llm(
             settings, Console(stderr=True), num_requests=len(texts) * params.n

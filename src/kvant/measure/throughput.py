@@ -126,8 +126,10 @@ def measure(
         start = time.perf_counter()
         llm = LLM.from_config(replace(config, plan=replace(config.plan, requests=wanted)))
         ready = time.perf_counter() - start
+        for load in loads:
+            _check_length(llm, load)
         for load, (sampling, params) in product(loads, samplings.items()):
-            warm_up = replace(load, requests=min(load.requests, 8), output=4)
+            warm_up = replace(load, requests=min(load.requests, 8), output=min(load.output, 4))
             run_load(llm, warm_up, params, seed=0)
             runs = [run_load(llm, load, params, seed=repeat + 1) for repeat in range(repeats)]
             yield Round(
@@ -205,6 +207,16 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def _check_length(llm: LLM, load: Load) -> None:
+    longest = llm.engine.limits.max_model_len
+    if load.input + load.output > longest:
+        raise BadValue(
+            f"--load {load.requests}x{load.input}/{load.output} is longer than a sequence may be here",
+            why=f"that is {longest} tokens (--max-model-len, and what the pool holds)",
+            ways_out=(WayOut(f"take loads of at most {longest} tokens, or more memory for them"),),
+        )
+
+
 def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tuple[float, int, int]:
     """Submits all requests and steps until none is left; returns seconds, steps and preemptions.
 
@@ -212,13 +224,7 @@ def run_load(llm: LLM, load: Load, params: SamplingParams, *, seed: int) -> tupl
     for a request that failed.
     """
     engine = llm.engine
-    longest = engine.limits.max_model_len
-    if load.input + load.output > longest:
-        raise BadValue(
-            f"--load {load.requests}x{load.input}/{load.output} is longer than a sequence may be here",
-            why=f"that is {longest} tokens (--max-model-len, and what the pool holds)",
-            ways_out=(WayOut(f"take loads of at most {longest} tokens, or more memory for them"),),
-        )
+    _check_length(llm, load)
     numbers = random.Random(seed)
     params = replace(params, max_tokens=load.output, ignore_eos=True)
     prompts = [

@@ -97,6 +97,12 @@ def test_products_of_weights_are_verified_in_every_format_and_way() -> None:
     assert ("bfloat16", "bfloat16 activations and results") in ways
 
 
+@pytest.mark.parametrize("option", [("--backend", "cpu"), ("--batch-invariant",)])
+def test_options_of_attention_are_refused_for_products(option: tuple[str, ...]) -> None:
+    with pytest.raises(BadValue, match=f"{option[0]} has no effect here"):
+        CliRunner().invoke(app, ["verify", "--weights", *option], catch_exceptions=False)
+
+
 def test_formats_of_gpus_are_verified_in_every_way() -> None:
     from kvant.weights.verify import verify_products
 

@@ -23,6 +23,7 @@ from kvant.cli.measuring import (
     measured_llm,
     parse_wide_rows,
     progress,
+    refuse_ignored,
 )
 from kvant.cli.output import (
     Format,
@@ -47,7 +48,14 @@ QUICK_CONTEXTS = (512, 2048)
 LEAST_NEEDLE_TOKENS = 256
 
 
+_OF_DISTRIBUTIONS = (
+    "states", "text", "contexts", "tokens", "layer_format", "quick", "speculative_config",
+)  # fmt: skip
+_OF_ANSWERS = ("samples", "answer_tokens", "temperature", "top_p")
+
+
 def evaluate(
+    ctx: typer.Context,
     model: ModelArgument = DEFAULT_MODEL,
     formats: Annotated[
         list[str] | None,
@@ -188,7 +196,7 @@ def evaluate(
     from kvant.measure.quality.texts import check_length, read_text
     from kvant.plan.speculative_config import parse_speculative_config
 
-    _check_mode(long_reasoning, tasks, page)
+    _check_mode(ctx, long_reasoning, tasks, page)
     named = [parse_format(name, asked_by="--kv-format") for name in formats or ()]
     of_states = [parse_one(name, asked_by="--state-dtype") for name in states or ()]
     wide = parse_format(baseline, asked_by="--baseline")
@@ -241,8 +249,10 @@ def evaluate(
     kept.forget()
 
 
-def _check_mode(long_reasoning: Path | None, tasks: list[str] | None, page: Path | None) -> None:
-    """Raises BadValue for options that one measurement cannot serve together."""
+def _check_mode(
+    ctx: typer.Context, long_reasoning: Path | None, tasks: list[str] | None, page: Path | None
+) -> None:
+    """Raises BadValue for options that one measurement cannot serve together, or would ignore."""
     if long_reasoning is not None and tasks:
         raise BadValue(
             "--long-reasoning and --tasks are two measurements",
@@ -255,6 +265,16 @@ def _check_mode(long_reasoning: Path | None, tasks: list[str] | None, page: Path
             why="it draws KL divergences",
             ways_out=(WayOut("write the scores as JSON", ("--out", "FILE")),),
         )
+    if long_reasoning is not None or tasks:
+        refuse_ignored(ctx, _OF_DISTRIBUTIONS, why="answers are judged here, not distributions")
+    else:
+        refuse_ignored(ctx, ("limit",), why="it limits --long-reasoning and --tasks")
+    if long_reasoning is None:
+        refuse_ignored(ctx, _OF_ANSWERS, why="only --long-reasoning draws such answers")
+    if tasks:
+        refuse_ignored(ctx, ("restart",), why="lm-eval keeps no parts to go on from")
+    else:
+        refuse_ignored(ctx, ("include", "lm_eval"), why="it belongs to --tasks")
 
 
 def _extent(llm: LLM, contexts: list[int] | None, tokens: int, *, quick: bool) -> Extent:

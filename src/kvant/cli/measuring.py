@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 
 from kvant.cli.output import readable
 from kvant.cli.progress import Told, bars, work
-from kvant.errors import ConfigError
+from kvant.errors import BadValue, ConfigError, WayOut
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
@@ -31,6 +31,23 @@ class MeasuringCommand(TyperCommand):
             options = {option for param in self.params for option in param.opts}
             fault.reword("--kv-format" if "--kv-format" in options else None, options)
             raise
+
+
+def refuse_ignored(ctx: typer.Context, names: Iterable[str], *, why: str) -> None:
+    """Raises BadValue for an option of the command line that this measurement would ignore.
+
+    names: of the command's parameters.
+    """
+    for param in ctx.command.params:
+        if param.name not in names:
+            continue
+        source = ctx.get_parameter_source(param.name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise BadValue(
+                f"{param.opts[0]} has no effect here",
+                why=why,
+                ways_out=(WayOut(f"leave {param.opts[0]} out"),),
+            )
 
 
 ModelArgument = Annotated[str, typer.Argument(help="Directory, hub id, .gguf file, or smollm2.")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvant.cli.measuring import DeviceOption
+from kvant.cli.measuring import DeviceOption, refuse_ignored
 from kvant.cli.output import Format, FormatOption, writable
 from kvant.cli.progress import work
 from kvant.errors import BadValue, WayOut
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def verify(
+    ctx: typer.Context,
     device: DeviceOption = "auto",
     backend: Annotated[
         list[str] | None,
@@ -78,6 +79,11 @@ def verify(
     facts = host_device(device)
     compute = parse_compute_dtype(dtype, asked_by="--dtype") or usual_compute(facts)
     if weights:
+        refuse_ignored(
+            ctx,
+            ("backend", "kv_cache_dtype", "head_size", "batch_invariant"),
+            why="--weights verifies products, not attention",
+        )
         _verify_weights(facts, compute, format, record)
         return
     named = [parse_backend(name, asked_by="--backend") for name in backend or ()]

@@ -172,6 +172,12 @@ def test_options_that_do_not_go_together_are_refused_before_a_model_is_loaded(
         (("--long-reasoning", tmp_path / "none.jsonl"), "cannot be read"),
         (("--text", tmp_path / "none.txt"), "cannot be read"),
         (("--tasks", "gsm8k", "--lm-eval", tmp_path / "none"), "lm-eval was not found"),
+        (("--tasks", "gsm8k", "--quick"), "--quick has no effect here"),
+        (("--tasks", "gsm8k", "--samples", "2"), "--samples has no effect here"),
+        (("--tasks", "gsm8k", "--restart"), "--restart has no effect here"),
+        (("--long-reasoning", problems, "--context", "512"), "--context has no effect here"),
+        (("--limit", "3"), "--limit has no effect here"),
+        (("--include-path", tmp_path), "--include-path has no effect here"),
     ):
         ran = kvant("eval", "no-such-model", *options)
         assert ran.code == 2

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from kvant.attention.hook import register
-from kvant.kv.dtype import ComputeDtype
 from kvant.models.load import _make_weights
 from tests.models import tiny
 
@@ -26,6 +25,6 @@ def _memory_holds_nan() -> Iterator[None]:
 def test_every_number_is_finite(family: str) -> None:
     register()
     config = tiny.config_of(family)
-    module = _make_weights(config, ComputeDtype.FLOAT32, torch.device("cpu"), None)
+    module = _make_weights(config, torch.float32, torch.device("cpu"), None)
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         assert bool(tensor.isfinite().all()), name

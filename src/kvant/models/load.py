@@ -94,47 +94,14 @@ def load_model(
         plan = rank_plan(plan, group.shard.size)
     register()
     with quiet_transformers(told), _room_for(path, device):
-        config = _read_config(path)
-        stored = forward.stored
-        rounded = None if forward.rounds_itself else forward.quantization
-        decoded = None
-        if stored is None and rounded is None and group is None:
-            decoded = decoded_here(read_json_object(path / CONFIG_NAME))
-        is_left = stored is None and decoded is None
-        if not dummy_weights and is_left:
-            check_weights(config, path, _facts(device))
-        leave_weights_only(config, keep=is_left)
-        if plan.compute_dtype is ComputeDtype.FLOAT64:
-            config._experts_implementation = "eager"  # grouped products do not support float64
-        with quiet_compressed_tensors(is_compressed(config)):
-            narrow = None
-            if rounded is not None or stored is not None:
-                whole = {} if divided is None else divided.cut
-                narrow = NarrowConfig(path, asked=rounded, stored=stored, cut=whole)
-            elif decoded is not None:
-                widened = TORCH_COMPUTE[plan.compute_dtype]
-                narrow = NarrowConfig(path, stored=decoded, widened=widened)
-            kept = None if forward.matrices is None else TORCH_COMPUTE[forward.matrices]
-            if dummy_weights:
-                module = _make_weights(
-                    config,
-                    plan.compute_dtype,
-                    device,
-                    divided,
-                    asked=rounded,
-                    stored=stored,
-                    kept=kept,
-                )
-                unused: tuple[str, ...] = ()
-            else:
-                with _matrices_in(kept):
-                    module, unused = _read_weights(
-                        path, config, plan.compute_dtype, device, narrow, divided
-                    )
-            if narrow is None and kept is None:
-                decode_weights(module, TORCH_COMPUTE[plan.compute_dtype])
-            if divided is not None:
-                divided.finish(module)
+        module, unused = _load_module(
+            path,
+            TORCH_COMPUTE[plan.compute_dtype],
+            forward,
+            device,
+            divided,
+            dummy_weights=dummy_weights,
+        )
     fix_frequencies(module, rotary_length)
     check_nothing_quantises_kv(module)
     text = module.config.get_text_config(decoder=True)
@@ -149,6 +116,50 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.empty_cache()  # frees the parts of joined products, a third of the weights
     return loaded
+
+
+def _load_module(
+    path: Path,
+    compute: torch.dtype,
+    forward: ForwardChoice,
+    device: torch.device,
+    divided: Divided | None,
+    *,
+    dummy_weights: bool,
+) -> tuple[PreTrainedModel, tuple[str, ...]]:
+    """Returns transformers' module with its weights, and the names of unused tensors."""
+    config = _read_config(path)
+    if compute is torch.float64:
+        config._experts_implementation = "eager"  # grouped products do not support float64
+    stored = forward.stored
+    rounded = None if forward.rounds_itself else forward.quantization
+    narrow: NarrowConfig | None = None
+    if stored is not None or rounded is not None:
+        cut = {} if divided is None else divided.cut
+        narrow = NarrowConfig(path, asked=rounded, stored=stored, cut=cut)
+    elif divided is None:
+        decoded = decoded_here(read_json_object(path / CONFIG_NAME))
+        if decoded is not None:
+            narrow = NarrowConfig(path, stored=decoded, widened=compute)
+    is_left = stored is None and (narrow is None or rounded is not None)  # to transformers
+    if is_left and not dummy_weights:
+        check_weights(config, path, _facts(device))
+    leave_weights_only(config, keep=is_left)
+    kept = None if forward.matrices is None else TORCH_COMPUTE[forward.matrices]
+    unused: tuple[str, ...] = ()
+    with quiet_compressed_tensors(is_compressed(config)):
+        if dummy_weights:
+            module = _make_weights(
+                config, compute, device, divided, asked=rounded, stored=stored, kept=kept
+            )
+        else:
+            with _matrices_in(kept):
+                module, unused = _read_weights(path, config, compute, device, narrow, divided)
+        if narrow is None and kept is None:
+            decode_weights(module, compute)
+        if divided is not None:
+            divided.finish(module)
+    return module, unused
 
 
 def _read_outside(
@@ -201,7 +212,7 @@ def _read_config(path: Path) -> PreTrainedConfig:
 def _read_weights(
     path: Path,
     config: PreTrainedConfig,
-    compute: ComputeDtype,
+    compute: torch.dtype,
     device: torch.device,
     narrow: NarrowConfig | None,
     divided: Divided | None,
@@ -209,7 +220,7 @@ def _read_weights(
     """Returns the module, and the names of unused tensors. narrow: how some weights are made narrow."""
     options: dict[str, Any] = {
         "config": config,
-        "dtype": TORCH_COMPUTE[compute],
+        "dtype": compute,
         "attn_implementation": attending(config, ATTENTION_NAME),
         "device_map": None if device.type == "cpu" else {"": device},
         "output_loading_info": True,
@@ -262,7 +273,7 @@ def _read_weights(
 
 def _make_weights(
     config: PreTrainedConfig,
-    compute: ComputeDtype,
+    compute: torch.dtype,
     device: torch.device,
     divided: Divided | None,
     *,
@@ -286,7 +297,7 @@ def _make_weights(
     ):
         made: Any = auto_class(config).from_config(
             config,
-            dtype=TORCH_COMPUTE[compute],
+            dtype=compute,
             attn_implementation=attending(config, ATTENTION_NAME),
             trust_remote_code=False,
         )

@@ -69,7 +69,21 @@ def test_each_flag_maps_has_no_effect_or_is_refused_with_a_reason() -> None:
 def translated_llama(flag: str, value: str) -> list[object]:
     from kvant.cli.llama_flags import translate_llama_server
 
-    return list(translate_llama_server([flag, *([value] if value else [])]))
+    refused: list[BadValue] = []
+    found: list[object] = list(translate_llama_server([flag, *([value] if value else [])], refused))
+    for fault in refused:
+        raise fault
+    return found
+
+
+def test_all_refused_flags_are_named_at_once_and_the_rest_is_printed() -> None:
+    line = "llama-server -m a/b --temp 0.2 -ctk q5_1 --no-such-flag 3 4 --port 80 --lora x"
+    ran = kvant("serve", "--from-llama-server", line)
+    assert ran.code == 2
+    assert ran.out == "kvant serve a/b --port 80\n"
+    assert "4 flags of this command line cannot be taken" in ran.err
+    for flag in ("--temp 0.2", "-ctk q5_1", "--no-such-flag is not", "--lora x"):
+        assert flag in ran.err
 
 
 def test_formats_of_the_cache_have_names_here() -> None:

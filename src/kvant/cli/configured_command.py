@@ -184,7 +184,7 @@ class ServeCommand(ConfiguredCommand):
             found = list(self.read(words, refused))
         else:
             found = []
-            for one in translate_llama_server(words):
+            for one in translate_llama_server(words, refused):
                 if isinstance(one, str):
                     found.append(one)
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvant.cli.foreign_flags import Foreign
@@ -226,36 +227,44 @@ def flags_of(one: Foreign) -> str:
     return next(flags.replace(" ", ", ") for flags, found in _TABLE if found is one)
 
 
-def translate_llama_server(words: Sequence[str]) -> Iterator[str | Foreign]:
+def translate_llama_server(
+    words: Sequence[str], refused: list[BadValue]
+) -> Iterator[str | Foreign]:
     """Yields arguments of `kvant serve`, and a `Foreign` for each flag that is ignored.
 
-    Raises BadValue for a flag that is unknown or cannot be served.
+    Appends the error of each flag that is unknown or cannot be served to `refused`.
     """
     sides: dict[str, str] = {}
-    rest = iter(words)
-    waiting: list[str] = []
-    for word in rest:
-        flag, has_value, value = word.partition("=")
+    rest = deque(words)
+    while rest:
+        flag, has_value, value = rest.popleft().partition("=")
         one = LLAMA_SERVER.get(flag)
-        if flag in _SIDES:
-            sides[_SIDES[flag]] = _format(flag, value if has_value else next(rest, ""))
-            continue
-        if one is None:
-            raise BadValue(
-                f"{flag} is not a flag of llama-server that Kvant knows",
-                ways_out=(WayOut("list Kvant's options", ("kvant", "serve", "--help")),),
-            )
-        if one.takes_value and not has_value:
-            value = next(rest, "")
-            if flag in ("-fa", "--flash-attn") and value not in one.neutral:
-                waiting, value = [value], ""  # the flag may have no value: read the word again
-        yield from _one(flag, value, one)
-        if waiting and waiting[0]:
-            yield from translate_llama_server([waiting.pop(), *rest])
+        try:
+            if flag in _SIDES:
+                sides[_SIDES[flag]] = _format(flag, value if has_value else _next(rest))
+            elif one is None:
+                while rest and not rest[0].startswith("-"):  # its values
+                    rest.popleft()
+                raise BadValue(
+                    f"{flag} is not a flag of llama-server that Kvant knows",
+                    ways_out=(WayOut("list Kvant's options", ("kvant", "serve", "--help")),),
+                )
+            else:
+                may_lack_value = flag in ("-fa", "--flash-attn")
+                is_given = not may_lack_value or (rest and rest[0] in one.neutral)
+                if one.takes_value and not has_value and is_given:
+                    value = _next(rest)
+                yield from _one(flag, value, one)
+        except BadValue as fault:
+            refused.append(fault)
     if sides:
         k, v = sides.get("k", "auto"), sides.get("v", "auto")
         k, v = (k if k != "auto" else "float16"), (v if v != "auto" else "float16")
         yield from ("--kv-cache-dtype", k if k == v else f"{k}/{v}")
+
+
+def _next(words: deque[str]) -> str:
+    return words.popleft() if words else ""
 
 
 def _one(flag: str, value: str, one: Foreign) -> Iterator[str | Foreign]:

@@ -101,7 +101,8 @@ def test_json_keeps_every_character_whatever_the_terminal_can_show(path: Path) -
 
 
 def test_a_dash_reads_the_prompt_from_stdin(path: Path, llm: LLM) -> None:
-    assert run(path, "-", *FLAGS, stdin="Hello").stdout == expected(llm, "Hello") + "\n"
+    for stdin, prompt in (("Hello", "Hello"), ("Hello\n", "Hello"), ("Hello\n\n", "Hello\n")):
+        assert run(path, "-", *FLAGS, stdin=stdin).stdout == expected(llm, prompt) + "\n"
 
 
 def test_chat_wraps_the_prompt_in_the_models_template(path: Path, llm: LLM) -> None:

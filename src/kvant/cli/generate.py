@@ -47,7 +47,10 @@ def generate(
     sampling: dict[str, Any],
     prompts: Annotated[
         list[str],
-        typer.Argument(metavar="PROMPT..", help="Texts to complete; - reads one from stdin."),
+        typer.Argument(
+            metavar="PROMPT..",
+            help="Texts to complete; - reads one from stdin, without its last line break.",
+        ),
     ],
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", help="Maximum number of new tokens per prompt.")
@@ -123,7 +126,7 @@ def generate(
         raise BadValue(f"--max-tokens is {max_tokens}", why="it must be a whole number, 1 or more")
     # Wrong flags are refused before the model loads.
     params = model_options.sampling_from(sampling, SamplingParams())
-    texts = [sys.stdin.read() if text == "-" else text for text in prompts]
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompts]
     if not (chat or all(texts)):
         raise BadValue(
             "a prompt is empty",

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvant.attention.reference.backend import backend
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.geometry import read_geometry
 from kvant.models.loaded import LoadedModel
 from kvant.models.quiet import quiet_transformers
@@ -110,3 +110,16 @@ def test_heads_of_which_no_number_rotates_generate_the_tokens_of_transformers(
     assert config["rope_parameters"]["partial_rotary_factor"] < 0.5
     model = loading.load(tmp_path, driver.plan(geometry.layers, KVDtype.FLOAT32), geometry)
     assert generated_by_kvant(model, 1000) == generated_by_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16])
+@pytest.mark.parametrize("name", ["olmo2", "olmo3", "flex_olmo", "ernie4_5", "ernie4_5_moe"])
+def test_families_that_rotate_in_float32_compute_in_16_bits(
+    name: str, dtype: ComputeDtype, tmp_path: Path
+) -> None:
+    geometry = read_shape(families.build(name, tmp_path)).geometry
+    plan = driver.plan(geometry.layers, KVDtype[dtype.name], compute=dtype)
+    found = families._logits(loading.load(tmp_path, plan, geometry))
+    model = families._eager(tmp_path, dtype)
+    expected = model(torch.tensor([families.PROMPTS[-1]])).logits[0].detach()
+    assert (found.float() - expected.float()).norm() < 0.05 * expected.float().norm()

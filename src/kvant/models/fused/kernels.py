@@ -195,8 +195,8 @@ class TorchKernels:
         """Implements `Kernels.rotate_latent`: q [T, heads, nope + R]; row [T, L + R]; cos, sin [T, R / 2]."""
         size = 2 * cos.shape[-1]
         latent = self.norm(row[:, :-size].contiguous(), norm)
-        q_turned = _rotated(q[..., -size:], cos, sin, pairing).to(q.dtype)
-        k_turned = _rotated(row[:, None, -size:], cos, sin, pairing)[:, 0].to(row.dtype)
+        q_turned = _rotated(q[..., -size:], cos, sin, pairing)
+        k_turned = _rotated(row[:, None, -size:], cos, sin, pairing)[:, 0]
         return torch.cat([q[..., :-size], q_turned], -1), torch.cat([latent, k_turned], -1)
 
     def norm_whole(self, qkv: Tensor, q_width: int, k_width: int, norms: QKNorms) -> Tensor:
@@ -257,7 +257,10 @@ def _layer_norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
-    """Rotates the first 2 * cos.shape[-1] numbers of each head of x [T, heads, head_dim]."""
+    """Rotates the first 2 * cos.shape[-1] numbers of each head of x [T, heads, head_dim]; keeps its dtype.
+
+    Some families have cos and sin in float32, and round what they rotated.
+    """
     size = 2 * cos.shape[-1]
     if size == 0:
         return x
@@ -269,4 +272,4 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     else:
         a, b = x[..., :size:2], x[..., 1:size:2]
         parts = [torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)]
-    return torch.cat((*parts, rest), dim=-1)
+    return torch.cat([part.to(x.dtype) for part in (*parts, rest)], dim=-1)

@@ -93,6 +93,49 @@ def narrow_chains(data: Any) -> Cells:
     return lines
 
 
+@table("narrow-traffic", "h200-narrow-parts.json")
+def narrow_traffic(data: Any) -> Cells:
+    """Bytes that programs read and write in one product, by the cut of its weight."""
+    lines = [
+        ["weights", "product", "outputs of a program", "parts", "weight, MB", "activations, MB",
+         "sums, MB", "us", "all bytes, TB/s"]
+    ]  # fmt: skip
+    tokens = data["tokens"]
+    for row in data["products"]:
+        outputs, columns = row["shape"]
+        bits = 8 if row["weights"] == "fp8" else 4 + (16 + 8) / 128  # with scales and zero points
+        weight = outputs * columns * bits / 8
+        activations = outputs / row["outputs_of_a_program"] * tokens * columns * 2
+        sums = 2 * row["parts"] * outputs * tokens * 4 if row["parts"] > 1 else 0
+        rate = (weight + activations + sums) / row["us"] / 1e6
+        lines.append(
+            [row["weights"], row["product"], str(row["outputs_of_a_program"]), str(row["parts"]),
+             *(f"{part / 1e6:.1f}" for part in (weight, activations, sums)),
+             f"{row['us']:.1f}", f"{rate:.1f}"]
+        )  # fmt: skip
+    return lines
+
+
+_WITHOUT = {
+    "whole": "all",
+    "no activations": "without x",
+    "no decoding": "without decoding",
+    "no multiplication": "without products",
+    "only copies of weights": "without decoding, x, products",
+    "only decoding and multiplication": "without x, fetches",
+}
+"""Columns of the table, and what the copies of the kernel lack."""
+
+
+@table("narrow-without", "h200-narrow-parts.json")
+def narrow_without(data: Any) -> Cells:
+    lines = [["weights", "product", *_WITHOUT]]
+    for row in data["less"]:
+        found = (f"{row['us'][name]:.1f}" for name in _WITHOUT.values())
+        lines.append([row["weights"], row["product"], *found])
+    return lines
+
+
 @table("expert-decode", "h200-expert-decode.json")
 def expert_decode(data: Any) -> Cells:
     """Returns each kernel's fastest bound on registers, for the engine's cut."""

@@ -12,6 +12,7 @@ import pytest
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadValue
 from kvant.kv.dtype import KVDtype
+from kvant.kv.groups import LONGEST
 from kvant.kv.names import known_names
 from kvant.models.gguf_import import import_gguf
 from kvant.plan.plan import PlanRequest
@@ -127,6 +128,18 @@ def test_the_plan_shows_what_fits_by_the_formats_of_weights_and_cache(tmp_path: 
         assert found == sorted(found)
     chosen = kvant(*asked, "--quantization", "int4", env={"COLUMNS": "100"}).out
     assert f"room for {tokens['int4'][0]:,} tokens" in chosen
+
+
+def test_a_model_of_windows_alone_has_room_for_any_length(tmp_path: Path) -> None:
+    shape = Path(__file__).parents[1] / "configs" / "mistral-7b-v0.1.json"
+    model = write_model(tmp_path / "7b", json.loads(shape.read_text()))
+    ran = kvant("plan", model, "--device", "sm_90", "--memory", "80GB", "--expected-length", "9k")
+    assert ran.code == 0, ran.err
+    assert re.search(
+        r"^room for one sequence of any length, \d+ sequences of 9000$", ran.out, re.M
+    )
+    assert re.search(r"^bfloat16 +131,072 +8,192 +any ", ran.out, re.M)
+    assert str(LONGEST) not in ran.out.replace(",", "")
 
 
 def test_a_model_that_does_not_fit_is_still_a_plan(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from rich.text import Text
 from kvant.cli.expected_kl import conversions, expected_kl, risk
 from kvant.cli.output import plain
 from kvant.kv.geometry import spans
-from kvant.kv.memory import format_size
+from kvant.kv.groups import LONGEST
+from kvant.kv.memory import format_size, format_tokens
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState, Source
 from kvant.models.shape import ShapeSource
 from kvant.models.weight_audit import NUMBERS, WeightAudit
@@ -264,7 +265,8 @@ def _print_memory(plan: Plan, console: Console) -> None:
     if plan.layout is None:
         line = f"room for {capacity:,} tokens"
     else:
-        line = f"room for one sequence of {capacity:,} tokens"
+        length = f"{capacity:,} tokens" if capacity < LONGEST else "any length"
+        line = f"room for one sequence of {length}"
         for group in plan.groups:
             console.print(Text(f"  {_group_line(group)}", style="dim"), soft_wrap=True)
     if plan.target.kv.has_states:
@@ -340,7 +342,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
             str(other.format),
             f"{other.bytes_per_token:,}",
             f"{2**30 // other.bytes_per_token:,}" if other.bytes_per_token else "-",
-            "-" if other.capacity_tokens is None else f"{other.capacity_tokens:,}",
+            "-" if other.capacity_tokens is None else format_tokens(other.capacity_tokens),
             "-" if other.ratio_to_16bit is None else f"{other.ratio_to_16bit:.2f}x",
             *what,
         )
@@ -362,6 +364,6 @@ def _print_weights(plan: Plan, console: Console) -> None:
         table.add_column(str(dtype), justify="right", no_wrap=True)
     for row in rows:
         chosen = "none" if row.asked is None else row.asked.value
-        counts = ["-" if not tokens else f"{tokens:,}" for tokens in row.tokens]
+        counts = ["-" if not tokens else format_tokens(tokens) for tokens in row.tokens]
         table.add_row(chosen, format_size(row.weights_bytes), *counts)
     console.print(table)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from kvant.errors import BadValue
-from kvant.kv.groups import ArenaLayout, longest_sequence
+from kvant.kv.groups import LONGEST, ArenaLayout, longest_sequence
 from kvant.kv.spec import KVPlan
 
 UTILIZATION = 0.9
@@ -133,6 +133,11 @@ def parse_size(text: str, *, asked_by: str) -> int:
     if size <= 0:
         raise BadValue(f"{asked_by}: {text!r} is nothing", why="the size must be above zero")
     return size
+
+
+def format_tokens(count: int) -> str:
+    """Returns a number of tokens for people; "any" where every layer has a window and each length fits."""
+    return "any" if count >= LONGEST else f"{count:,}"
 
 
 def format_size(num_bytes: float) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from kvant.errors import BadValue, WayOut
-from kvant.kv.memory import format_size
+from kvant.kv.memory import format_size, format_tokens
 from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommendation
 from kvant.server.app import make_app
@@ -195,7 +195,7 @@ class _Server:
         header = " -H 'Authorization: Bearer KEY'" if self.config.api_keys else ""
         self.say(
             f"kvant: KV cache: {ready.stored_as}; {ready.bytes_per_token:,} bytes a token; "
-            f"{format_size(ready.pool_bytes)} hold {ready.capacity_tokens:,} tokens, "
+            f"{format_size(ready.pool_bytes)} hold {format_tokens(ready.capacity_tokens)} tokens, "
             f"{ready.max_model_len:,} a sequence"
         )
         self.say(f"kvant: try: curl {url}/v1/models{header}")

@@ -135,9 +135,7 @@ def test_a_model_of_windows_alone_has_room_for_any_length(tmp_path: Path) -> Non
     model = write_model(tmp_path / "7b", json.loads(shape.read_text()))
     ran = kvant("plan", model, "--device", "sm_90", "--memory", "80GB", "--expected-length", "9k")
     assert ran.code == 0, ran.err
-    assert re.search(
-        r"^room for one sequence of any length, \d+ sequences of 9000$", ran.out, re.M
-    )
+    assert re.search(r"^room for one sequence of any length, \d+ sequences of 9000$", ran.out, re.M)
     assert re.search(r"^bfloat16 +131,072 +8,192 +any ", ran.out, re.M)
     assert str(LONGEST) not in ran.out.replace(",", "")
 

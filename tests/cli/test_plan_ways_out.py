@@ -10,6 +10,7 @@ import pytest
 
 from kvant.errors import ConfigError
 from kvant.kv.dtype import KVDtype
+from kvant.kv.memory import parse_size
 from tests.cli.command import Ran, kvant
 from tests.models import families
 
@@ -40,7 +41,7 @@ def test_too_little_memory_is_answered_with_enough(
     assert "does not fit" in refused.out
     (way,) = ways_out(refused)
     assert way[0] == asked[0]
-    less = [way[0], str(int(way[1]) * 9 // 10)]
+    less = [way[0], str(parse_size(way[1], asked_by="test") * 8 // 10)]
     assert "for a first page" in kvant("plan", path, *less).out
     assert "does not fit" not in kvant("plan", path, *way).out
 

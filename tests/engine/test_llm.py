@@ -240,7 +240,8 @@ def test_an_explicit_context_that_does_not_fit_is_refused_and_its_ways_out_work(
     assert held["float32"] < held["bfloat16"] < held["int4_per_token_head"]
     for way in caught.value.ways_out:
         flag, value = way.arguments
-        change = {flag.removeprefix("--").replace("-", "_"): int(value)}
+        number = int(value) if value.isdigit() else value
+        change = {flag.removeprefix("--").replace("-", "_"): number}
         llm = make(path, **{"kv_cache_memory": "64KiB", "kv_cache_dtype": "float32", **change})
         assert llm.generate("a", GREEDY)[0].finish_reason == "length"
 

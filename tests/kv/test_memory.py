@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.errors import BadValue
-from kvant.kv.memory import num_pages, parse_size
+from kvant.kv.memory import num_pages, parse_size, size_argument
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,14 @@ def test_pages_fit_and_one_more_would_not(budget: int, page: int) -> None:
         assert pages >= 2  # the scratch page, and one to use
     else:
         assert budget < 2 * page
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_size_for_the_command_line_is_little_more_than_needed(size: int) -> None:
+    read = parse_size(size_argument(size), asked_by="test")
+    assert size <= read <= size + max(0, size // 10)
+
+
+def test_sizes_for_the_command_line_have_units() -> None:
+    sizes = (9, 1474560, 773444832107)
+    assert [size_argument(size) for size in sizes] == ["9", "1440KiB", "721GiB"]

@@ -121,7 +121,7 @@ def num_pages(budget_bytes: int, page_bytes: int) -> int:
 
 
 def parse_size(text: str, *, asked_by: str) -> int:
-    """Bytes from "2GiB", "80 GB", "1048576"; powers of 1024 with an i, of 1000 without."""
+    """Returns bytes from "2GiB", "80 GB", "1048576"; powers of 1024 with an i, of 1000 without."""
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found.group(2).lower()) if found else None
     if found is None or unit is None:
@@ -138,6 +138,14 @@ def parse_size(text: str, *, asked_by: str) -> int:
 def format_tokens(count: int) -> str:
     """Returns a number of tokens for people; "any" where every layer has a window and each length fits."""
     return "any" if count >= LONGEST else f"{count:,}"
+
+
+def size_argument(num_bytes: int) -> str:
+    """Returns a size that `parse_size` reads, rounded up to whole units of which it has ten or more."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= 10 * size:
+            return f"{-(-num_bytes // size)}{unit}"
+    return str(num_bytes)
 
 
 def format_size(num_bytes: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvant.errors import DoesNotFit, WayOut
 from kvant.kv.groups import STATES, superblocks_for
-from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size
+from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, format_size, size_argument
 from kvant.plan.facts import DeviceMemory
 from kvant.plan.plan import Plan
 from kvant.plan.resolution import what_if
@@ -88,7 +88,7 @@ def choose_max_model_len(plan: Plan) -> tuple[int, tuple[str, ...]]:
     wanted = plan.request.max_model_len
     given = format_size(plan.kv_cache_bytes or 0)
     if capacity == 0:
-        more = str(plan.bytes_for(wanted or 1))
+        more = size_argument(plan.bytes_for(wanted or 1))
         raise DoesNotFit(
             f"{given} of KV cache hold not a single page of {plan.target.local.name}",
             why=f"one of its pages of {plan.limits.page_size} tokens and the scratch page take "
@@ -119,7 +119,7 @@ def _too_long(plan: Plan, wanted: int, capacity: int) -> DoesNotFit:
         ],
         ways_out=(
             WayOut("take a shorter one", ("--max-model-len", str(capacity))),
-            WayOut("give it more memory", ("--kv-cache-memory", str(needed))),
+            WayOut("give it more memory", ("--kv-cache-memory", size_argument(needed))),
         ),
     )
 

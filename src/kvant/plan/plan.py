@@ -20,7 +20,14 @@ from kvant.kv.groups import (
     sequences_that_fit,
     superblocks_for,
 )
-from kvant.kv.memory import SCRATCH_PAGES, UTILIZATION, MemoryPlan, format_size, plan_memory
+from kvant.kv.memory import (
+    SCRATCH_PAGES,
+    UTILIZATION,
+    MemoryPlan,
+    format_size,
+    plan_memory,
+    size_argument,
+)
 from kvant.kv.offload.config import OffloadConfig
 from kvant.kv.request import NOTHING_ASKED, Requests
 from kvant.kv.spec import KVPlan, Role
@@ -385,11 +392,14 @@ class Plan:
         if memory.missing_bytes:
             missing = format_size(memory.missing_bytes)
             if self.kv_cache_bytes is not None:
-                way = f"--kv-cache-memory {self.bytes_for(wanted or 1)}"
+                way = f"--kv-cache-memory {size_argument(self.bytes_for(wanted or 1))}"
             else:
                 more = math.ceil(memory.missing_bytes / self.request.utilization) + 1
                 needed = (memory.total_bytes or 0) + more
-                way = f"--memory {needed}, a smaller model, or narrower weights (--quantization)"
+                way = (
+                    f"--memory {size_argument(needed)}, a smaller model, or narrower weights "
+                    "(--quantization)"
+                )
             return [f"does not fit: {missing} are missing for a first page of KV; way out: {way}"]
         if self.kv_cache_bytes is not None and (beyond := memory.beyond_bytes) > 0:
             return [

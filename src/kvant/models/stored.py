@@ -297,7 +297,8 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
             )
         scheme = Scheme(Dialect.MXFP4_EXPERTS, MXFP4)
         left = names_chosen(fields.words("modules_to_not_convert") or ())
-        return Stored(((names_chosen(("experts",)), scheme),), left)
+        words = f"experts run as they are stored: {MXFP4.summary}"
+        return Stored(((names_chosen(("experts",)), scheme),), left, words=words)
     if family not in _EXPERTS_APART:
         return NotStored(f"experts of {shown(family)} are decoded while they are loaded")
     reader = _READERS.get(method)

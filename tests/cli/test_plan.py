@@ -310,9 +310,10 @@ def test_a_bound_is_shown_with_all_its_digits(plain: Path) -> None:
 def test_the_table_says_why_it_refuses_a_format(plain: Path) -> None:
     lines = kvant("plan", plain).out.splitlines()
     refused = [line.split()[0] for line in lines if line.split()[1:5] == ["-", "-", "-", "refused"]]
-    assert "int4_feedback" in refused
-    for name in refused:
-        assert any(line.startswith(f"refused: {name} ") for line in lines)
+    assert refused == ["int4_feedback", "int4_short_feedback"]
+    (told,) = (line for line in lines if line.startswith("refused: "))
+    assert told.startswith(f"refused: {', '.join(refused)}: ")
+    assert told.endswith(" which kvant calibrate writes")
 
 
 def test_an_option_of_servers_is_said_to_be_one(plain: Path) -> None:

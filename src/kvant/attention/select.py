@@ -138,7 +138,7 @@ def _refuse_formats(need: Need) -> str | None:
     """Returns why a format excludes every backend, or None."""
     k = need.k.format
     if need.layer.attention is Attention.MLA and k.bits < 8:
-        return f"{k.name} on a latent: every head is computed from it, 4 bits are too few"
+        return "every head is computed from a latent, which takes 8 bits or more"
     reason = k.refuse_head_dim(need.layer.head_dim_k)
     if reason is None and need.v is not None:
         reason = need.v.format.refuse_head_dim(need.layer.head_dim_v)

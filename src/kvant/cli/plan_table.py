@@ -325,7 +325,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
     given = plan.memory.num_pages and plan.memory.num_pages * plan.page_bytes
     capacity = f"tokens in {format_size(given)}" if given else "capacity"
     described = console.width >= _DESCRIBED_FROM
-    reasons = []
+    reasons: dict[str, list[str]] = {}
     table.add_column(f"if --kv-cache-dtype were{kept}", no_wrap=described)
     for title in ("B/token", "tokens a GiB", capacity, "vs 16 bit"):
         table.add_column(title, justify="right", no_wrap=described)
@@ -336,7 +336,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         if other.bytes_per_token is None or other.refused is not None:
             table.add_row(str(other.format), "-", "-", "-", "refused", *what)
             if other.refused is not None:
-                reasons.append(other.refused)
+                reasons.setdefault(other.refused, []).append(str(other.format))
             continue
         table.add_row(
             str(other.format),
@@ -347,8 +347,8 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
             *what,
         )
     console.print(table)
-    for reason in reasons:
-        console.print(Text(f"refused: {reason}", style="dim"), soft_wrap=True)
+    for reason, names in reasons.items():
+        console.print(Text(f"refused: {', '.join(names)}: {reason}", style="dim"), soft_wrap=True)
 
 
 def _print_weights(plan: Plan, console: Console) -> None:

@@ -126,8 +126,10 @@ def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
     request = replace(plan.request.requests.target, explicit=(asked,))
     try:
         kv = resolve_again(plan, request)
-    except ConfigError as refused:
-        return Alternative(dtype, None, None, None, refused=refused.what)
+    except ConfigError as fault:
+        # The last backend that was tried is the reference, which has the format's own reason.
+        refused = fault.tried[-1].partition(": ")[2] if fault.tried else fault.why or fault.what
+        return Alternative(dtype, None, None, None, refused)
     capacity = plan.memory_with(kv).capacity_tokens
     ratio = kv.bytes_per_token_16bit / kv.bytes_per_token if kv.bytes_per_token else None
     return Alternative(dtype, kv.bytes_per_token, ratio, capacity)

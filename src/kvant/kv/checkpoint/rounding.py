@@ -58,7 +58,7 @@ def audit_rounding(
     if not found:
         raise BadCheckpoint(
             f"{dtype} needs the rounding matrices of layer {layer.index} ({layer.name})",
-            why=f"the checkpoint has no {FILE_NAME} with them",
+            why=f"the checkpoint has no {FILE_NAME}, which kvant calibrate writes",
             ways_out=(
                 WayOut(
                     "measure them, and use that checkpoint",

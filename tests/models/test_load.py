@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import ReferenceBackend, backend
 from kvant.errors import BadCheckpoint, DoesNotFit, EngineFault, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
@@ -22,8 +23,10 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quiet import quiet_transformers
 from kvant.models.tokenizer import load_tokenizer
+from kvant.plan.plan import PlanRequest
 from tests.attention import driver
 from tests.models import loading, tiny
+from tests.planned import plan_of
 
 CPU = torch.device("cpu")
 TOKENS = [3, 17, 5, 90, 41, 8, 100, 21]
@@ -290,3 +293,28 @@ def copy_of(path: Path, directory: Path) -> Path:
 def change_config(path: Path, **changes: object) -> None:
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({"eos_token_id": 5}, (5,)),
+        ({"eos_token_id": [5, 7]}, (5, 7)),
+        ({"eos_token_id": "x"}, (9,)),
+        ({"eos_token_id": ["x"]}, (9,)),
+        ({"eos_token_id": True}, (9,)),
+        ({"eos_token_id": None}, (9,)),
+        ({"eos_token_id": 5, "cache_implementation": "other", "max_new_tokens": -3}, (5,)),
+        ([], (9,)),
+        (None, (9,)),
+    ],
+)
+def test_only_the_ends_of_a_text_are_read_from_generation_config(
+    said: Any, ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = tiny.build("llama", tmp_path, eos_token_id=9)
+    (path / "generation_config.json").write_text(json.dumps(said))
+    assert plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU))).can_run
+    geometry = tiny.geometry("llama")
+    model = loading.load(path, driver.plan(geometry.layers), geometry)
+    assert model.eos_token_ids == ends

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, BadValue, ConfigError, ModelNotFound
 from kvant.models.directory import remote_code
 from kvant.models.local import ModelSource
 from kvant.models.locate import locate
+from kvant.plan.plan import PlanRequest
+from tests.models import tiny
 from tests.models.tiny_gguf import write_gguf
+from tests.planned import plan_of
 
 
 @pytest.fixture(autouse=True)
@@ -254,3 +258,36 @@ def test_a_shipped_drafter_has_a_name() -> None:
     assert (found.path / "model.safetensors").is_file()
     with pytest.raises(ModelNotFound, match="did you mean smollm2-dflash"):
         locate("smollm2-dflsh")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is no JSON object"),
+        (b'{"version": "1.0", "added_tok', "is no JSON object"),
+        (b"[]", "is no JSON object"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ],
+)
+def test_a_tokenizer_that_is_cut_off_is_refused_and_planned_with_a_note(
+    name: str, content: bytes, says: str, tmp_path: Path
+) -> None:
+    path = tiny.build("llama", tmp_path)
+    (path / name).write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=says) as refused:
+        locate(str(path), weights=True)
+    assert name in refused.value.what
+    assert refused.value.ways_out
+    planned = plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
+    assert not planned.can_run
+    assert any(says in line and "way out" in line for line in planned.obstacles)
+
+
+def test_a_quantization_config_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = tiny.build("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": "x"}))
+    with pytest.raises(BadCheckpoint, match="quantization_config is 'x'") as refused:
+        plan_of(PlanRequest(str(path), DeviceFacts(DeviceKind.CPU)))
+    assert refused.value.ways_out

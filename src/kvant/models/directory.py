@@ -5,12 +5,15 @@ Reads only names, sizes, JSON and safetensors headers, but no weights.
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvant.errors import BadCheckpoint, ConfigError, ModelNotFound, WayOut
-from kvant.kv.checkpoint.json_file import read_json_object
+from kvant.kv.checkpoint.json_file import COPY_AGAIN, read_json_object, refuse_lfs_pointer
 from kvant.kv.checkpoint.safetensors_header import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -20,7 +23,12 @@ from kvant.kv.checkpoint.safetensors_header import (
 from kvant.models.geometry.families import is_drafter
 
 CONFIG_NAME = "config.json"
+TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
+GENERATION_NAME = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+_ENDS = 64
+_log = logging.getLogger(__name__)
 
 # Families that were published with their own code (`auto_map`) before transformers had them. If
 # `auto_map` names classes that transformers has today, those run instead.
@@ -54,7 +62,8 @@ def obstacle(directory: Path) -> BadCheckpoint | None:
     Raises like `require_config`.
     """
     config = require_config(directory)
-    return remote_code(config, str(directory)) or _weights_obstacle(directory)
+    found = remote_code(config, str(directory)) or _weights_obstacle(directory)
+    return found or _tokenizer_obstacle(directory)
 
 
 def remote_code(config: Mapping[str, Any], name: str) -> BadCheckpoint | None:
@@ -124,6 +133,48 @@ def _weights_obstacle(directory: Path) -> BadCheckpoint | None:
     except BadCheckpoint as broken:
         return broken
     return None
+
+
+def _tokenizer_obstacle(directory: Path) -> BadCheckpoint | None:
+    """Returns the error of a tokenizer's file whose first and last bytes are not those of a JSON object."""
+    for name in TOKENIZER_NAMES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            head = file.read(_ENDS)
+            file.seek(max(0, os.path.getsize(path) - _ENDS))
+            tail = file.read()
+        try:
+            refuse_lfs_pointer(head, path)
+        except BadCheckpoint as fault:
+            return fault
+        if not (head.lstrip().startswith(b"{") and tail.rstrip().endswith(b"}")):
+            return BadCheckpoint(
+                f"{path} is no JSON object",
+                why="it is cut off, or another file of this name",
+                ways_out=(COPY_AGAIN,),
+            )
+    return None
+
+
+def ends_of_text(directory: Path) -> list[int] | None:
+    """Returns the tokens that generation_config.json names as ends of a text; None if it names none.
+
+    A value of another kind is skipped with a warning, like the file's other values.
+    """
+    try:
+        said = json.loads((directory / GENERATION_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    found = said.get("eos_token_id") if isinstance(said, dict) else None
+    ids: list[Any] = found if isinstance(found, list) else [found]
+    if found is not None and not all(type(one) is int for one in ids):
+        _log.warning(
+            "%s: eos_token_id is %r, no token; this value is ignored", GENERATION_NAME, found
+        )
+        return None
+    return None if found is None else ids or None
 
 
 def _no_safetensors(directory: Path) -> BadCheckpoint:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from kvant.attention.hook import ATTENTION_NAME, register
@@ -32,7 +32,7 @@ from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.spec import KVPlan
 from kvant.models.classes import attending, auto_class, settle_outputs
-from kvant.models.directory import CONFIG_NAME
+from kvant.models.directory import CONFIG_NAME, GENERATION_NAME, ends_of_text
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.key_rounding import read_rounding
@@ -228,6 +228,10 @@ def _read_weights(
     }
     if narrow is not None:
         options["quantization_config"] = narrow
+    if (path / GENERATION_NAME).is_file():
+        # Kvant reads its other values (`recommended_params`), of which transformers may refuse some.
+        ends: Any = {"eos_token_id": ends_of_text(path)}
+        options["generation_config"] = GenerationConfig.from_dict(ends)
     try:
         if divided is not None:
             loaded: Any = divided.read(path, auto_class(config), options)

@@ -75,7 +75,7 @@ class LoadedModel:
 
     @property
     def generation(self) -> GenerationConfig:
-        """generation_config.json as read by transformers, else the generation options in config.json."""
+        """The ends of a text in generation_config.json, else the generation options in config.json."""
         found = self._module.generation_config
         assert isinstance(found, GenerationConfig)
         return found

@@ -22,7 +22,7 @@ from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry, StateKind
 from kvant.models.geometry.families import is_drafter, is_listed, name_of
-from kvant.models.geometry.fields import shown
+from kvant.models.geometry.fields import Fields, shown
 from kvant.models.geometry.mixtures import check_mixture
 from kvant.models.geometry.read import read_geometry, refuse_absurd
 from kvant.models.import_cache import cache_root
@@ -55,6 +55,7 @@ def _read(config: Mapping[str, Any]) -> ModelShape:
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
     if isinstance(config, Mapping):
         check_mixture(config)
+        Fields(config).inside("quantization_config")  # raises for no object
     if not isinstance(model_type, str) or is_listed(model_type) or is_drafter(config):
         return ModelShape(read_geometry(config), ShapeSource.CONFIG)
     if model_type not in compared():

@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN
 from kvant.models.quiet import quiet_transformers
 
 
@@ -27,7 +27,9 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         ) from fault
     except Exception as fault:  # the tokenizers library raises plain Exception
         raise BadCheckpoint(
-            f"{path} has no tokenizer that can be read", why=f"{type(fault).__name__}: {fault}"
+            f"{path} has no tokenizer that can be read",
+            why=f"{type(fault).__name__}: {fault}",
+            ways_out=(COPY_AGAIN,),
         ) from fault
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer

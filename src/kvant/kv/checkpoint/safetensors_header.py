@@ -205,11 +205,15 @@ def _from_index(index: Path) -> WeightFiles:
     content = read_json_object(index)
     shard_of = content.get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
-        raise BadCheckpoint(f"{index} has no weight_map")
+        raise BadCheckpoint(f"{index} has no weight_map", ways_out=(COPY_AGAIN,))
     shards: set[str] = set()
     for name, shard in shard_of.items():
         if not isinstance(shard, str) or (shard not in shards and not _stays_inside(shard)):
-            raise BadCheckpoint(f"{index} puts tensor {name!r} into {shard!r}", why="no file there")
+            raise BadCheckpoint(
+                f"{index} puts tensor {name!r} into {shard!r}",
+                why="no file there",
+                ways_out=(COPY_AGAIN,),
+            )
         shards.add(shard)
     paths = tuple(index.parent / shard for shard in sorted(shards))
     missing = [path for path in paths if not os.path.isfile(path)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from kvant.errors import EngineFault
 from kvant.kv.checkpoint.safetensors_header import find_weight_files
@@ -153,10 +152,8 @@ class Divided:
             found = Part.from_pretrained(None, state_dict=files.tensors, **options)
         module = found[0]
         module.__class__ = kind
-        with suppress(OSError):
-            module.generation_config = GenerationConfig.from_pretrained(
-                directory, local_files_only=True
-            )
+        if "generation_config" in options:
+            module.generation_config = options["generation_config"]
         return found
 
     def make_numbers(self, module: Any, names: Sequence[str], generator: torch.Generator) -> None:

@@ -170,7 +170,7 @@ def _tuned(llm: LLM, console: Console) -> dict[str, object]:
         )
     console.print(table)
     stored = ", ".join(
-        f"{n} layers {name}" for name, n in plans["the tuned policy"].formats.items()
+        f"{n} layer{'s' * (n > 1)} {name}" for name, n in plans["the tuned policy"].formats.items()
     )
     console.print(f"[dim]the policy stores {stored}; it was chosen on other text than this[/]")
     return {"tuned": measured}
@@ -253,7 +253,7 @@ def _drafts(llm: LLM, console: Console) -> None:
     console.print(f"[bold]you:[/] {DRAFT_QUESTION}")
     params = SamplingParams(temperature=0, max_tokens=DRAFT_TOKENS, stop=DRAFT_STOP)
     table = figure_table("", ("tokens/s", "tokens a step", "drafts that stood"))
-    texts = []
+    texts, speeds = [], []
     for name, config in (("one by one", None), ("with drafts", drafter)):
         one = LLM(
             DEMO_NAME,
@@ -277,8 +277,8 @@ def _drafts(llm: LLM, console: Console) -> None:
             if config
             else "-"
         )
-        speed = (len(times) - 1) / (times[-1] - times[0])
-        table.add_row(name, f"{speed:.1f}", f"{length:.2f}", stood)
+        speeds.append((len(times) - 1) / (times[-1] - times[0]))
+        table.add_row(name, f"{speeds[-1]:.1f}", f"{length:.2f}", stood)
     console.print(texts[0], markup=False, highlight=False, soft_wrap=True)
     console.print(table)
     same = "the same tokens both ways" if texts[0] == texts[1] else "[red]the answers differ[/]"
@@ -286,6 +286,11 @@ def _drafts(llm: LLM, console: Console) -> None:
         f"[dim]{same}; target and drafter store {DRAFT_FORMAT}, the drafter reads its own "
         "without a causal mask[/]"
     )
+    if speeds[1] < speeds[0]:
+        console.print(
+            "[dim]here a step with drafts costs more than it saves: drafts pay on GPUs "
+            "(docs/benchmarks/speculative.md)[/]"
+        )
 
 
 CHAPTERS: tuple[tuple[str, Callable[[LLM, Console], dict[str, object] | None]], ...] = (

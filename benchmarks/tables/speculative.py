@@ -35,6 +35,11 @@ def cpu(data: Any) -> Cells:
     return _table(data)
 
 
+@table("spec-compiled", "smollm2-spec-compiled.json")
+def compiled(data: Any) -> Cells:
+    return _table(data)
+
+
 @table("h200-smollm2-spec", "h200-smollm2-spec.json")
 def on_gpu(data: Any) -> Cells:
     head, *lines = _table(data)

@@ -283,7 +283,7 @@ def test_selecting_nothing_is_an_error_that_lists_the_layers(
     with pytest.raises(BadValue) as refused:
         plan(plain, flag, value)
     assert layers in str(refused.value)
-    assert "0, 1, 2, 3" in str(refused.value)
+    assert "full: 0-3" in str(refused.value)
     assert "model.layers.0.self_attn" in str(refused.value)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvant.kv.offload.log_once import LogOnce
 from kvant.kv.offload.moves import Bell, Key
 from kvant.kv.offload.page_files import HEADER_BYTES, BadPage, PageFiles
 from kvant.kv.offload.source import Prompt, Wanted
@@ -46,7 +47,7 @@ class FileQueue:
         self._writing_bytes = 0
         self._paused_until = 0.0
         self._num_probes = 0
-        self._told: set[str] = set()
+        self._log_once = LogOnce(_log)
         self._counts = TierCounts()
         self._read: deque[tuple[Key, bytes | None, float]] = deque()
         self._written: deque[tuple[Key, bool, int]] = deque()
@@ -189,13 +190,13 @@ class FileQueue:
             self._known.add(key)
         except BadPage as fault:
             self._counts.bad += 1
-            self._tell("bad", f"a page file was not used: {fault}; it is computed again")
+            self._log_once("bad", "a page file was not used: %s; it is computed again", fault)
             self._files.remove(*key)
             self._known.discard(key)
         except OSError as fault:
             self._known.discard(key)
             if not isinstance(fault, FileNotFoundError):
-                self._tell("read", f"a page file could not be read: {fault}")
+                self._log_once("read", "a page file could not be read: %s", fault)
         except BaseException:
             _log.exception("a page file could not be read")
         self._read.append((key, total, time.perf_counter() - started))
@@ -211,7 +212,7 @@ class FileQueue:
                 is_written = True
         except OSError as fault:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
-            self._tell("write", f"pages are not written to files for now: {fault}")
+            self._log_once("write", "pages are not written to files for now: %s", fault)
         except BaseException:
             _log.exception("a page file could not be written")
         self._written.append((key, is_written, len(row)))
@@ -239,15 +240,9 @@ class FileQueue:
         try:
             work()
         except OSError as fault:
-            self._tell("scan", f"page files could not be looked at: {fault}")
+            self._log_once("scan", "page files could not be looked at: %s", fault)
         except BaseException:
             _log.exception("work on page files failed")
-
-    def _tell(self, kind: str, text: str) -> None:
-        """Logs a kind of fault once; counters show the others."""
-        if kind not in self._told:
-            self._told.add(kind)
-            _log.warning("%s", text)
 
 
 def _emptied(queue: deque[_T]) -> list[_T]:

@@ -25,6 +25,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvant.kv.events import Medium, PageLog
+from kvant.kv.offload.log_once import LogOnce
 from kvant.kv.offload.moves import Bell, Key, Move, Moved, Mover
 from kvant.kv.offload.policy import BreakEven
 from kvant.kv.offload.source import Files, Prompt, Source, Wanted
@@ -187,7 +188,7 @@ class Tiers:
         self._counts = {"host": TierCounts(), "disk": TierCounts(), "peer": TierCounts()}
         self._num_restores = self._num_restored_tokens = 0
         self._restore_seconds = 0.0
-        self._known_bad: set[str] = set()
+        self._log_once = LogOnce(_log)
         self._avoided_until = 0.0
 
     # -- what is there -------------------------------------------------------------------------
@@ -723,27 +724,19 @@ class Tiers:
     def _note_late(self, seconds: float) -> None:
         self._counts["disk"].late += 1
         self._avoided_until = time.monotonic() + AVOID_SECONDS
-        if "late" not in self._known_bad:
-            self._known_bad.add("late")
-            _log.warning(
-                "page files did not answer within %.1f s: a request goes on without", seconds
-            )
+        self._log_once(
+            "late", "page files did not answer within %.1f s: a request goes on without", seconds
+        )
 
     def _note_bad(self, tier: str, what: str) -> None:
         self._counts[tier].bad += 1
-        if tier not in self._known_bad:
-            self._known_bad.add(tier)
-            _log.error("%s: it is computed again; later ones are only counted", what)
+        text = "%s: it is computed again; later ones are only counted"
+        self._log_once(tier, text, what, level=logging.ERROR)
 
     def _note_fault(self, way: str, fault: str) -> None:
         """Logs a copy that could not be made. Pages stay as they are; a request computes what it lacks."""
-        if way not in self._known_bad:
-            self._known_bad.add(way)
-            _log.error(
-                "pages could not be copied %s host memory (%s): later faults are not told",
-                way,
-                fault,
-            )
+        text = "pages could not be copied %s host memory (%s): later faults are not told"
+        self._log_once(way, text, way, fault, level=logging.ERROR)
 
     @property
     def _groups(self) -> range:

@@ -21,6 +21,7 @@ import zmq
 
 from kvant.errors import NotServable, WayOut
 from kvant.kv.identity import PageIdentity
+from kvant.kv.offload.log_once import LogOnce
 from kvant.kv.offload.mover import HostRows
 from kvant.kv.offload.moves import Bell, Key, part_of
 from kvant.kv.offload.source import Prompt, Wanted
@@ -205,7 +206,7 @@ class _Reader:
         self._socket: zmq.Socket[bytes] | None = None
         self._giver: messages.Welcome | None = None
         self._tried = 0.0
-        self._told: set[str] = set()
+        self._log_once = LogOnce(_log)
         self.unlike: Unlike | None = None
 
     @property
@@ -342,7 +343,7 @@ class _Reader:
             self._tell("nixl", f"NIXL does not reach it: {fault}")
             return
         self._giver, self.unlike = answer, None
-        self._told.clear()
+        self._log_once = LogOnce(_log)
         _log.info("pages of the engine at %s are taken%s", self._address, told)
 
     def _like(self, answer: messages.Answer) -> str:
@@ -423,10 +424,7 @@ class _Reader:
             self._socket = None
 
     def _tell(self, kind: str, text: str) -> None:
-        """Logs a kind of fault once."""
-        if kind not in self._told:
-            self._told.add(kind)
-            _log.warning("the engine at %s: %s", self._address, text)
+        self._log_once(kind, "the engine at %s: %s", self._address, text)
 
 
 def _difference(

@@ -114,5 +114,7 @@ def test_a_line_of_vllm_is_printed_in_kvants_flags() -> None:
     )
     assert ran.out == "kvant serve a/b --max-model-len 4000\n"
     assert re.search("--enforce-eager has no effect", ran.err)
-    wrong = kvant("serve", "--from-vllm", "vllm", "serve")
-    assert wrong.code == 2
+    for asked in (("--from-vllm", "vllm", "serve"), ("a/b", "--from-vllm", "vllm serve a/b")):
+        wrong = kvant("serve", *asked)
+        assert wrong.code == 2
+        assert "nothing stands beside it" in wrong.err

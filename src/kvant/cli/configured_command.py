@@ -160,11 +160,13 @@ class ServeCommand(ConfiguredCommand):
     short = SHORT
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        if args and args[0] in ("--from-vllm", "--from-llama-server"):
-            if len(args) != 2:
+        kinds = [one for one in args if one in ("--from-vllm", "--from-llama-server")]
+        if kinds:
+            if args[0] not in kinds or len(args) != 2:
+                way = "give it alone, with the line in quotes"
                 raise BadValue(
-                    f"{args[0]} takes one command line",
-                    ways_out=(WayOut("put it in quotes", (args[0], "PROGRAM --flag ..")),),
+                    f"{kinds[0]} takes one command line, and nothing stands beside it",
+                    ways_out=(WayOut(way, ("kvant", "serve", kinds[0], "PROGRAM --flag ..")),),
                 )
             refused: list[BadValue] = []
             sys.stdout.write(self._of_other(args[0], args[1], refused) + "\n")

@@ -12,6 +12,7 @@ from kvant.errors import ConfigError
 from kvant.kv.dtype import KVDtype
 from kvant.kv.memory import parse_size
 from tests.cli.command import Ran, kvant
+from tests.engine import tiny_chat
 from tests.models import families
 
 FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "deepseek_v3", "granitemoehybrid")
@@ -67,9 +68,19 @@ def test_more_pages_than_this_machine_holds_are_no_plan_to_chat_with(
     asked = ("plan", str(models["qwen3"]), "--kv-cache-memory")
     refused = kvant(*asked, "900TiB").out
     assert "more than the device has; way out: a smaller --kv-cache-memory" in refused
-    assert "chat with it" not in refused
-    assert "chat with it" in kvant(*asked, "1MiB").out
+    assert "serve it:" not in refused
+    assert "serve it:" in kvant(*asked, "1MiB").out
     assert "does not fit" not in kvant(*asked, "900TiB", "--memory", "1000TiB").out
+
+
+def test_only_a_model_with_a_tokenizer_is_one_to_chat_with(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    without = kvant("plan", str(models["qwen3"]), "--kv-cache-memory", "1MiB").out
+    assert "it has no tokenizer: serve it for prompts of token ids" in without
+    assert "chat with it" not in without
+    model = tiny_chat.build(tmp_path)
+    assert f"chat with it:  kvant chat {model}" in kvant("plan", str(model)).out
 
 
 def test_a_pair_of_formats_on_latents_is_answered_with_single_ones(
@@ -84,7 +95,7 @@ def test_a_pair_of_formats_on_latents_is_answered_with_single_ones(
         assert refused.code == 2
         (way,) = ways_out(refused)
         assert way[1] == str(single)
-        assert "chat with it" in kvant("plan", path, *way).out
+        assert "serve it:" in kvant("plan", path, *way).out
 
 
 def test_an_override_beside_the_decoders_section_is_answered_with_its_place(
@@ -105,7 +116,7 @@ def test_a_drafters_json_without_quotes_is_answered_with_some(models: dict[str, 
     refused = kvant("plan", path, "--speculative-config", "{method:ngram}")
     way = re.search(r"way out: .*: (\{.*\})", refused.err)
     assert way is not None
-    assert "chat with it" in kvant("plan", path, "--speculative-config", way[1]).out
+    assert "serve it:" in kvant("plan", path, "--speculative-config", way[1]).out
 
 
 def test_what_transformers_does_not_read_is_said_in_its_last_line(models: dict[str, Path]) -> None:

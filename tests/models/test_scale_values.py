@@ -101,7 +101,7 @@ def test_the_command_shows_what_it_read_and_refuses(tmp_path: Path) -> None:
     said = kvant("plan", str(path)).out
     assert f"{LAYER}.weight_scale_inv" in said
     assert "zero or negative" in said
-    assert "chat with it" not in said
+    assert "serve it:" not in said
 
 
 def test_scales_of_the_cache_are_read_too(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from kvant.kv.geometry import spans
 from kvant.kv.groups import LONGEST
 from kvant.kv.memory import format_size, format_tokens
 from kvant.kv.spec import Choice, KVPlan, LayerSpec, ScaleState, Source
+from kvant.models.directory import has_tokenizer
+from kvant.models.local import ModelSource
 from kvant.models.shape import ShapeSource
 from kvant.models.weight_audit import NUMBERS, WeightAudit
 from kvant.plan.plan import KeptLayers, Plan, PlannedModel
@@ -60,8 +62,12 @@ def print_plan(
     for line in (*plan.warnings, *([danger] if danger else [])):
         console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
     if command and plan.can_run:
-        line = " ".join(command)
-        plain(console, f"chat with it:  kvant chat {line}")
+        line, local = " ".join(command), plan.target.local
+        # A plan fetches no tokenizer for models of other sources.
+        if local.source is not ModelSource.DIRECTORY or has_tokenizer(local.path):
+            plain(console, f"chat with it:  kvant chat {line}")
+        else:
+            plain(console, "it has no tokenizer: serve it for prompts of token ids")
         plain(console, f"serve it:      kvant serve {line}")
 
 

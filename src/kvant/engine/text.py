@@ -10,21 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvant.errors import BadCheckpoint, RequestError
+from kvant.models.directory import has_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
 """{"role": "user" | "assistant" | "system", "content": text}"""
-
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "spiece.model",
-    "tekken.json",
-)
 
 
 class TooManyTokens(RequestError):
@@ -105,11 +97,6 @@ class Tokenizing:
                 "this model has no chat template: it completes texts, it does not converse",
                 param="messages",
             )
-
-
-def has_tokenizer(path: Path) -> bool:
-    """Returns whether the model directory `path` has a tokenizer file."""
-    return any((path / name).is_file() for name in _FILES)
 
 
 def open_tokenizer(path: Path) -> Tokenizing | None:

@@ -24,6 +24,7 @@ from kvant.models.geometry.families import is_drafter
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 GENERATION_NAME = "generation_config.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -133,6 +134,12 @@ def _weights_obstacle(directory: Path) -> BadCheckpoint | None:
     except BadCheckpoint as broken:
         return broken
     return None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Returns whether a model's directory has a tokenizer file."""
+    names = (*TOKENIZER_NAMES, *_OTHER_TOKENIZERS)
+    return any((directory / name).is_file() for name in names)
 
 
 def _tokenizer_obstacle(directory: Path) -> BadCheckpoint | None:

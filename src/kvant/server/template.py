@@ -22,6 +22,7 @@ import msgspec
 
 from kvant.engine import text as engine_text
 from kvant.errors import RequestError
+from kvant.models.directory import has_tokenizer
 from kvant.server.api_error import unavailable
 
 _MEMORY = 640 * 2**20
@@ -255,7 +256,7 @@ def open_tokenizer(path: Path) -> engine_text.Tokenizing | None:
     transformers imports torch if it finds it, though tokenizers do not need it. So torch is hidden while
     transformers is imported here.
     """
-    if not engine_text.has_tokenizer(path):
+    if not has_tokenizer(path):
         return None
     _import_transformers()
     return engine_text.open_tokenizer(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,18 @@ def test_one_prompt_is_completed_and_nothing_else_is_on_stdout(path: Path, llm: 
     result = run(path, "Hello", *FLAGS)
     assert result.exit_code == 0, result.output
     assert result.stdout == expected(llm, "Hello") + "\n"
+
+
+def test_an_engine_that_embeds_is_refused_with_ways_out(path: Path, tmp_path: Path) -> None:
+    refused = run(path, "Hello", "--task", "embed").exception
+    assert isinstance(refused, NotServable)
+    assert refused.ways_out[0].arguments == ("--task", "generate")
+    copy = tmp_path / "embeds"
+    shutil.copytree(path, copy)
+    kinds = [{"type": "sentence_transformers.models.Transformer"}]
+    (copy / "modules.json").write_text(json.dumps(kinds))
+    assert isinstance(run(copy, "Hello", *FLAGS).exception, NotServable)
+    assert run(copy, "Hello", *FLAGS, *refused.ways_out[0].arguments).exit_code == 0
 
 
 def test_a_model_in_the_place_of_a_prompt_is_refused_with_its_flag(path: Path) -> None:

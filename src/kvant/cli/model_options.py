@@ -12,6 +12,7 @@ import typer
 
 from kvant.cli.output import plain
 from kvant.errors import BadValue, NotServable, RequestError, WayOut
+from kvant.models.pooling import Task
 from kvant.plan.config import engine_config
 from kvant.plan.settings import Settings
 from kvant.sampling.sampling_params import PARAMS, SamplingParams, scalar_type
@@ -54,8 +55,13 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     from kvant.sampling.generation_defaults import recommendation
 
     config = engine_config(settings, num_requests=num_requests)
+    if config.task is Task.EMBED:
+        raise _embeds(config.plan.model)
     with bars(console) as progress:
-        llm = LLM.from_built(build_engine(config, progress=progress, owns_process=True))
+        built = build_engine(config, progress=progress, owns_process=True)
+    if built.pooling is not None:
+        raise _embeds(config.plan.model)
+    llm = LLM.from_built(built)
     if llm.tokenizing is None:
         model = llm.plan.model
         raise NotServable(
@@ -72,6 +78,17 @@ def open_llm(settings: Settings, console: Console, *, num_requests: int) -> LLM:
     for line in llm.warnings:
         plain(console, f"warning: {line}", "yellow")
     return llm
+
+
+def _embeds(model: str) -> NotServable:
+    return NotServable(
+        f"{model} gives embeddings here, and this command prints text",
+        why="--task embed asks for them, or the checkpoint has files of sentence-transformers",
+        ways_out=(
+            WayOut("generate text", ("--task", "generate")),
+            WayOut("serve embeddings", ("kvant", "serve", model, "--task", "embed")),
+        ),
+    )
 
 
 def sampling_from(said: Mapping[str, Any], otherwise: SamplingParams) -> SamplingParams:

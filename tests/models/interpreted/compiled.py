@@ -12,6 +12,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -37,6 +39,7 @@ from kvant.weights.format import (
 )
 from kvant.weights.linear import scale_shape
 from kvant.weights.rounding import Rounding
+from kvant.weights.triton import product
 from tests.engine.interpreted.compiled import H200, type_of
 
 MOST_SHARED = 232448
@@ -65,7 +68,8 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
     if (key, *asked.items()) in _compiled:
         return
     _compiled.add((key, *asked.items()))
-    source = ASTSource(kernel, types, {name: arguments[name] for name in constant}, aligned)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, types, {name: arguments[name] for name in constant}, aligned)
     made = triton.compile(source, target=H200, options=asked)
     shared = made.metadata.shared
     assert made.asm["cubin"]
@@ -74,6 +78,9 @@ def _compile(kernel: JITFunction[Any], *given: object, **options: Any) -> None:
 
 
 def _type_of(value: object) -> str:
+    if isinstance(value, GluonDescriptor):
+        kind = type_of(value.base).removeprefix("*")
+        return f"tensordesc<{kind}[{','.join(map(str, value.block_shape))}],{value.layout!r}>"
     if isinstance(value, TensorDescriptor):
         kind = type_of(value.base).removeprefix("*")
         return f"tensordesc<{kind}[{','.join(map(str, value.block_shape))}]>"
@@ -199,6 +206,17 @@ def _rounded_experts(made: TritonExperts, qwen: Experts) -> None:
         made.apply(x, logits, narrow)
 
 
+def _dense_blocks() -> None:
+    weight = NarrowWeight(
+        FP8_BLOCK, 5120, 2048, torch.empty(5120, 2048, dtype=torch.uint8, device="meta"),
+        torch.empty(40, 16, device="meta"),
+    )  # fmt: skip
+    for tokens in (70, 8192):
+        codes = torch.empty(tokens, 2048, dtype=torch.float8_e4m3fn, device="meta")
+        out = torch.empty(tokens, 5120, dtype=torch.bfloat16, device="meta")
+        product.of_copied_blocks(codes, torch.empty(tokens, 16, device="meta"), weight, out)
+
+
 def _narrow_experts(made: TritonExperts, qwen: Experts, gpt_oss: Experts) -> None:
     integers = int4_groups(64, zero_points=True)
     for layer, formats, numbers in (
@@ -228,6 +246,8 @@ if __name__ == "__main__":
     )
     _narrow_experts(made, *layers)
     _rounded_experts(made, layers[0])
+    product.multiprocessors = lambda device: 132  # type: ignore[attr-defined]
+    _dense_blocks()
     for layer in layers:
         hidden, count = layer.down[0].shape[1], layer.routing.num_experts
         for tokens in (1, 8, 32, 1024, 8192):

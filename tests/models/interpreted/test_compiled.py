@@ -28,6 +28,7 @@ def test_kernels_compile_for_an_h200(tmp_path: Path) -> None:
     assert found == {
         "route", "list_pairs", "count_pairs", "sum_counts", "place_pairs", "one_gate_up", "one_down",
         "few", "many", "list_blocks", "decode_tile", "gate_blocks", "down_blocks",
-        "gate_rounded", "down_rounded", "round_groups", "combine", "embed", "product", "ready_row", "one_row",
+        "gate_rounded", "down_rounded", "product_of_blocks", "copied_product_of_blocks", "round_groups",
+        "combine", "embed", "product", "ready_row", "one_row",
         "_add_norm", "_rotate", "rotate_latent", "_norm_whole", "_gate", "_gate_heads", "_sum_rows", "_added",
     }  # fmt: skip

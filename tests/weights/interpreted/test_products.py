@@ -170,7 +170,11 @@ def test_codes_times_blocks(tokens: int) -> None:
     assert (found.double() - expected).norm() < BOUND * expected.norm()
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(5, 160), (70, 256)])
+# Rows that are not whole blocks; on a GPU also an odd number of blocks, and more tiles than programs.
+@pytest.mark.parametrize(
+    ("tokens", "rows"),
+    [(5, 160), (70, 256)] + [(1100, 1920), (2000, 2944), (9000, 150)] * ON_GPU,
+)
 def test_codes_times_copied_blocks(tokens: int, rows: int) -> None:
     torch.manual_seed(0)
     weight = encode(torch.randn(rows, 256, device=DEVICE), FP8_BLOCK)

@@ -6,11 +6,8 @@ order of the experts. The tensor memory accelerator copies weights, and the rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvant.models.fused import rounded_experts_kernels as kernels
 from kvant.models.fused.experts import Experts, GateOrder
@@ -18,30 +15,12 @@ from kvant.models.fused.resident_experts import Blocks
 from kvant.weights.codecs import NarrowStack
 from kvant.weights.format import FP8_BLOCK
 from kvant.weights.rounding import RoundedRows
+from kvant.weights.triton.product import boxes, stages
 
 BLOCK = 128
 
-
-@dataclass(frozen=True, slots=True)
-class RoundedTile:
-    """A tile of `gate_rounded` or `down_rounded`.
-
-    stages: tiles in flight. programs: per multiprocessor, which take tile after tile; 0: one for each tile.
-    """
-
-    stages: int = 4
-    warps: int = 8
-    programs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedTiles:
-    """Tiles of both products. pairs: of one expert, in a tile. halves: of 128 rows, in a tile of down."""
-
-    pairs: int
-    up: RoundedTile
-    down: RoundedTile
-    halves: int = 2
+PAIRS = 128
+"""Pairs of one expert in a tile."""
 
 
 def serves(experts: Experts, dtype: torch.dtype) -> bool:
@@ -63,47 +42,40 @@ def serves(experts: Experts, dtype: torch.dtype) -> bool:
     )
 
 
-def gate_up(x: RoundedRows, experts: Experts, blocks: Blocks, tile: RoundedTile) -> RoundedRows:
+def gate_up(x: RoundedRows, experts: Experts, blocks: Blocks) -> RoundedRows:
     """Computes activated gates and ups of x [T, H]: [pairs, I], rounded, in the order of the blocks.
 
-    x: rounded with a scale for 128 columns, as the result is.
+    x: rounded with a scale for 128 columns, as the result is. blocks: of `PAIRS` pairs.
     """
     weight, _ = experts.gate_up
     assert isinstance(weight, NarrowStack)
     count, columns, width = len(blocks.order), weight.shape[2], experts.width
     codes = x.codes.new_empty(count, width)
     scales = x.scales.new_empty(count, width // BLOCK)
-    blocks.launch(
-        kernels.gate_rounded, width // BLOCK, tile.programs,
-        x.codes, x.scales, _copied(weight), weight.whole.scales,
-        *blocks.lists, codes, scales, TOP_K=blocks.top_k, N=2 * width, COLUMNS=columns,
-        STAGES=tile.stages, num_warps=tile.warps,
+    kernels.gate_rounded[_programs(blocks, width // BLOCK)](
+        x.codes, x.scales, boxes(weight.whole.codes, BLOCK), weight.whole.scales, *blocks.lists,
+        codes, scales, TOP_K=blocks.top_k, N=2 * width, COLUMNS=columns, STAGES=stages(2),
+        num_warps=4, **blocks.options,
     )  # fmt: skip
     return RoundedRows(codes, scales, x.dtype)
 
 
-def down(
-    h: RoundedRows, experts: Experts, blocks: Blocks, shares: Tensor, tile: RoundedTile, halves: int
-) -> Tensor:
-    """Computes the weighted results [pairs, H] of h [pairs, I] from `gate_up`. shares: float32 [T, top_k].
-
-    halves: of 128 rows of the weight, in a tile.
-    """
+def down(h: RoundedRows, experts: Experts, blocks: Blocks, shares: Tensor) -> Tensor:
+    """Computes the weighted results [pairs, H] of h [pairs, I] from `gate_up`. shares: float32 [T, top_k]."""
     weight, _ = experts.down
     assert isinstance(weight, NarrowStack)
     rows, columns = weight.shape[1:]
-    halves = halves if rows % (halves * BLOCK) == 0 else 1
+    halves = 2 if rows % (2 * BLOCK) == 0 else 1
     out = torch.empty(len(h), rows, dtype=h.dtype, device=h.codes.device)
-    blocks.launch(
-        kernels.down_rounded, rows // (halves * BLOCK), tile.programs,
-        TensorDescriptor.from_tensor(h.codes, [blocks.pairs, BLOCK]), h.scales,
-        _copied(weight), weight.whole.scales, shares, *blocks.lists, out,
-        N=rows, COLUMNS=columns, HALVES=halves, STAGES=tile.stages, num_warps=tile.warps,
+    kernels.down_rounded[_programs(blocks, rows // (halves * BLOCK))](
+        boxes(h.codes, BLOCK // 2), h.scales, boxes(weight.whole.codes, BLOCK), weight.whole.scales,
+        shares, *blocks.lists, out, N=rows, COLUMNS=columns, HALVES=halves, STAGES=stages(halves),
+        num_warps=4, **blocks.options,
     )  # fmt: skip
     return out
 
 
-def _copied(weight: NarrowStack) -> TensorDescriptor:
-    """Describes a weight's codes, of which boxes of 128 x 128 are copied."""
-    codes = weight.whole.codes.view(torch.float8_e4m3fn)
-    return TensorDescriptor.from_tensor(codes, [BLOCK, BLOCK])
+def _programs(blocks: Blocks, tiles: int) -> tuple[int]:
+    """Returns the grid for blocks that are cut into `tiles` tiles: a program for each multiprocessor."""
+    assert blocks.pairs == PAIRS
+    return (min(len(blocks.table) * tiles, blocks.processors),)

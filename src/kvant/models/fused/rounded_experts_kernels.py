@@ -1,107 +1,240 @@
-"""Triton kernels of `kvant.models.fused.rounded_experts`: e4m3 times e4m3 in blocks of 128 x 128."""
+"""Gluon kernels of `kvant.models.fused.rounded_experts`: e4m3 times e4m3 in blocks of 128 x 128.
+
+Programs and rings in shared memory: see `kvant.weights.triton.blocks`.
+"""
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kvant.models.fused.experts_kernels import _activated
-from kvant.models.fused.resident_experts_kernels import read_block
-from kvant.weights.triton.kernels import copied_sums, quotients, saturated
+from kvant.weights.triton.blocks import (
+    ROW,
+    WRITTEN,
+    copy_box,
+    copy_rows,
+    copy_step,
+    idle,
+    ring,
+    sums,
+)
+
+_CODES = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+"""The layout in which codes are copied and written: 16 bytes of each thread."""
 
 
-@triton.jit
+@gluon.jit
+def _activated(gate, up):
+    """Activates float32 sums; rounds to bfloat16 where transformers' modules round. NaN stays NaN."""
+    gate = gate.to(gl.bfloat16).to(gl.float32)
+    up = up.to(gl.bfloat16).to(gl.float32)
+    silu = (gate / (1.0 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32)
+    return (silu * up).to(gl.bfloat16).to(gl.float32)
+
+
+@gluon.jit
+def _quotients(x, scale):
+    """Does as `kvant.weights.triton.kernels.quotients`: x [64, 128] / scale [64, 1]."""
+    lift = gl.where(scale < 2.0**-60, 2.0**100, 1.0)
+    divisor, negative = scale * lift, x * -lift
+    share = gl.div_rn(gl.full([64, 1], -1.0, gl.float32, divisor.type.layout), divisor)
+    near = negative * share
+    return gl.fma(gl.fma(near, divisor, negative), share, near)
+
+
+@gluon.jit
+def _saturated(x):
+    low = gl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    return gl.minimum(low, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def _listed(table, block):
+    """Returns the expert, the first pair and the end of the pairs of a block."""
+    at = table + block * 4
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2)
+
+
+@gluon.jit
+def _multiply_gates(
+    GROUP: gl.constexpr, a, b, full, empty, end, x_scales, scales, order, table, codes, code_scales,
+    TOP_K: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    width: gl.constexpr = N // 2
+    tiles: gl.constexpr = width // 128
+    steps: gl.constexpr = COLUMNS // 128
+    n = 0
+    for t in range(gl.program_id(0), end, gl.num_programs(0)):
+        expert, start, stop = _listed(table, t // tiles)
+        start += GROUP * 64
+        tile = t % tiles
+        if start < stop:
+            i = start + gl.arange(0, 64, layout=ROW)
+            token = gl.load(order + i, mask=i < stop, other=0).to(gl.int64) // TOP_K
+            gate_at = scales + (expert * (2 * tiles) + tile) * steps
+            gate, up, n = sums(
+                n, a, b, full, empty, x_scales + token * steps, gate_at, gate_at + tiles * steps,
+                GROUP, 2, steps, STAGES, True,
+            )  # fmt: skip
+            y = _activated(gate, up)
+            scale = gl.max(gl.abs(y), 1) / 448.0
+            scale = gl.where(scale > 0, scale, 1.0)
+            gl.store(code_scales + i.to(gl.int64) * tiles + tile, scale, mask=i < stop)
+            made = _saturated(_quotients(y, scale[:, None])).to(codes.dtype.element_ty)
+            i = start + gl.arange(0, 64, layout=gl.SliceLayout(1, _CODES))
+            m = tile * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, _CODES))
+            to = codes + i.to(gl.int64)[:, None] * width + m[None, :]
+            gl.store(to, gl.convert_layout(made, _CODES), mask=(i < stop)[:, None])
+        else:
+            n = idle(n, full, empty, steps, STAGES)
+
+
+@gluon.jit
+def _copy_gates(
+    x, weight, order, table, end, a, b, full, empty, TOP_K: gl.constexpr, N: gl.constexpr,
+    COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies tokens one by one, where their pairs are in the order of experts."""
+    width: gl.constexpr = N // 2
+    tiles: gl.constexpr = width // 128
+    k = gl.arange(0, 128, layout=gl.SliceLayout(0, _CODES))[None, :]
+    n = 0
+    for t in range(gl.program_id(0), end, gl.num_programs(0)):
+        expert, start, stop = _listed(table, t // tiles)
+        row = expert * N + t % tiles * 128
+        i = start + gl.arange(0, 64, layout=gl.SliceLayout(1, _CODES))
+        low_pair = gl.load(order + i, mask=i < stop, other=0).to(gl.int64)
+        high_pair = gl.load(order + i + 64, mask=i + 64 < stop, other=0).to(gl.int64)
+        low_at = x + (low_pair // TOP_K)[:, None] * COLUMNS + k
+        high_at = x + (high_pair // TOP_K)[:, None] * COLUMNS + k
+        low = (i < stop)[:, None] & (k >= 0)
+        high = (i + 64 < stop)[:, None] & (k >= 0)
+        for s in range(0, COLUMNS // 128):
+            place = n % STAGES
+            bar = full.index(place)
+            mbarrier.wait(empty.index(place), (n // STAGES + 1) & 1)
+            mbarrier.expect(bar, 2 * weight.block_type.nbytes)
+            copy_box(weight, [row, s * 128], bar, b.index(2 * place))
+            copy_box(weight, [row + width, s * 128], bar, b.index(2 * place + 1))
+            copy_rows(a.index(2 * place), low_at + s * 128, mask=low)
+            copy_rows(a.index(2 * place + 1), high_at + s * 128, mask=high)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            n += 1
+
+
+@gluon.jit
 def gate_rounded(
     x, x_scales, weight, scales, order, table, count, codes, code_scales,
-    TOP_K: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr,
-    STAGES: tl.constexpr, STAYS: tl.constexpr, AHEAD: tl.constexpr,
+    TOP_K: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Program: a tile of PAIRS pairs times 128 gates and 128 ups; every num_programs-th one if it STAYS.
+    """Program: every num_programs-th tile of 128 pairs times 128 gates and 128 ups.
 
-    x: codes [T, COLUMNS]; x_scales: float32 [T, COLUMNS / 128]. weight: descriptor of codes [E * N, COLUMNS];
-    scales: float32 [E * N / 128, COLUMNS / 128]. order: int32 [pairs], by expert; table, count: from
-    `resident_experts_kernels.list_blocks`. codes [pairs, N / 2], code_scales [pairs, N / 256]: the rounded
-    results, in that order.
+    x: codes [T, COLUMNS]; x_scales: float32 [T, COLUMNS / 128]. weight: descriptor of codes [E * N, COLUMNS]
+    in boxes of 128 x 128; scales: float32 [E * N / 128, COLUMNS / 128]. order: int32 [pairs], by expert;
+    table, count: from `resident_experts_kernels.list_blocks`. codes [pairs, N / 2], code_scales [pairs, N /
+    256]: the rounded results, in that order.
     """
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()
-    width: tl.constexpr = N // 2
-    tiles: tl.constexpr = width // 128
-    steps: tl.constexpr = COLUMNS // 128
-    k = tl.arange(0, 128)
-    end = tl.load(count) * tiles
-    if not STAYS:
-        end = tl.minimum(end, tl.program_id(0) + 1)
-    for t in tl.range(tl.program_id(0), end, tl.num_programs(0), flatten=STAYS):
-        expert, start, stop = read_block(table, t // tiles)
+    end = gl.load(count) * (N // 256)
+    # Each of the 128 threads that copy tokens arrives, and the one that copies boxes once more.
+    a, b, full, empty = ring(weight, 2, STAGES, 129)
+    gl.warp_specialize(
+        [
+            (_multiply_gates, (0, a, b, full, empty, end, x_scales, scales, order, table, codes,
+                               code_scales, TOP_K, N, COLUMNS, STAGES)),
+            (_multiply_gates, (1, a, b, full, empty, end, x_scales, scales, order, table, codes,
+                               code_scales, TOP_K, N, COLUMNS, STAGES)),
+            (_copy_gates, (x, weight, order, table, end, a, b, full, empty, TOP_K, N, COLUMNS,
+                           STAGES)),
+        ],
+        [4, 4],
+        [224, 56],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _multiply_down(
+    GROUP: gl.constexpr, a, b, full, empty, end, h_scales, scales, shares, order, table, out,
+    N: gl.constexpr, COLUMNS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    tiles: gl.constexpr = N // (128 * HALVES)
+    steps: gl.constexpr = COLUMNS // 128
+    n = 0
+    for t in range(gl.program_id(0), end, gl.num_programs(0)):
+        expert, start, stop = _listed(table, t // tiles)
+        start += GROUP * 64
         tile = t % tiles
-        i = start + tl.arange(0, PAIRS)
-        there = i < stop
-        token = tl.load(order + i, mask=there, other=0).to(tl.int64) // TOP_K
-        x_at = x + token[:, None] * COLUMNS + k[None, :]
-        own_at = x_scales + token * steps
-        gate_at = scales + (expert * (2 * tiles) + tile) * steps
-        row = expert * N + tile * 128
-        gate = tl.zeros((PAIRS, 128), tl.float32)
-        up = tl.zeros((PAIRS, 128), tl.float32)
-        for s in tl.range(0, steps, num_stages=STAGES):
-            own = tl.load(own_at + s)
-            by_gate = own * tl.load(gate_at + s)
-            by_up = own * tl.load(gate_at + (tiles * steps + s))
-            a = tl.load(x_at + s * 128)
-            found = tl.dot(a, weight.load([row, s * 128]).T)
-            gate += found * by_gate[:, None]
-            # As in `copied_sums`, the sums of gates must be finished first.
-            found = tl.dot(a, weight.load([row + width, s * 128]).T, gate * 0.0)
-            up += found * by_up[:, None]
-        y = _activated(gate, up, 0.0, 0.0, False, tl.bfloat16).to(tl.float32)
-        scale = tl.max(tl.abs(y), 1) / 448.0
-        scale = tl.where(scale > 0, scale, 1.0)
-        made = saturated(quotients(y, scale[:, None]))
-        wide = i.to(tl.int64)
-        to = codes + wide[:, None] * width + (tile * 128 + k)[None, :]
-        tl.store(to, made.to(codes.dtype.element_ty), mask=there[:, None])
-        tl.store(code_scales + wide * tiles + tile, scale, mask=there)
+        if start < stop:
+            i = start + gl.arange(0, 64, layout=ROW)
+            pair = gl.load(order + i, mask=i < stop, other=0)
+            share = gl.load(shares + pair, mask=i < stop, other=0.0)[:, None]
+            own_at = h_scales + gl.where(i < stop, i, 0).to(gl.int64) * steps
+            scale_at = scales + (expert * (N // 128) + tile * HALVES) * steps
+            low, high, n = sums(
+                n, a, b, full, empty, own_at, scale_at, scale_at + (HALVES - 1) * steps,
+                GROUP, HALVES, steps, STAGES, False,
+            )  # fmt: skip
+            i = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WRITTEN))
+            there = i < stop
+            pair = gl.load(order + i, mask=there, other=0).to(gl.int64)
+            m = tile * (128 * HALVES) + gl.arange(0, 128, layout=gl.SliceLayout(0, WRITTEN))
+            to = out + pair[:, None] * N + m[None, :]
+            y = gl.convert_layout((low * share).to(out.dtype.element_ty), WRITTEN)
+            gl.store(to, y, mask=there[:, None])
+            if HALVES == 2:
+                y = gl.convert_layout((high * share).to(out.dtype.element_ty), WRITTEN)
+                gl.store(to + 128, y, mask=there[:, None])
+        else:
+            n = idle(n, full, empty, steps, STAGES)
 
 
-@triton.jit
+@gluon.jit
+def _copy_down(
+    h, weight, table, end, a, b, full, empty, N: gl.constexpr, COLUMNS: gl.constexpr,
+    HALVES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    tiles: gl.constexpr = N // (128 * HALVES)
+    n = 0
+    for t in range(gl.program_id(0), end, gl.num_programs(0)):
+        expert, start, _ = _listed(table, t // tiles)
+        row = expert * N + t % tiles * (128 * HALVES)
+        for s in range(0, COLUMNS // 128):
+            copy_step(n, h, start, weight, row, s, a, b, full, empty, HALVES, STAGES)
+            n += 1
+
+
+@gluon.jit
 def down_rounded(
     h, h_scales, weight, scales, shares, order, table, count, out,
-    N: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
-    STAGES: tl.constexpr, STAYS: tl.constexpr, AHEAD: tl.constexpr,
+    N: gl.constexpr, COLUMNS: gl.constexpr, HALVES: gl.constexpr, STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Program: a tile of PAIRS pairs times 128 * HALVES rows; every num_programs-th one if it STAYS.
+    """Program: every num_programs-th tile of 128 pairs times 128 * HALVES rows.
 
-    h: descriptor of codes [pairs, COLUMNS], in the order of `order`; h_scales: float32 [pairs, COLUMNS /
-    128]. weight: descriptor of codes [E * N, COLUMNS]; scales: float32 [E * N / 128, COLUMNS / 128]. shares:
-    float32 [pairs]; out: [pairs, N], both by pair. HALVES: 1 or 2. The others: as in `gate_rounded`.
+    h: descriptor of codes [pairs, COLUMNS] in boxes of 64 x 128, in the order of `order`; h_scales: float32
+    [pairs, COLUMNS / 128]. weight: descriptor of codes [E * N, COLUMNS] in boxes of 128 x 128; scales:
+    float32 [E * N / 128, COLUMNS / 128]. shares: float32 [pairs]; out: [pairs, N], both by pair. HALVES: 1 or
+    2. The others: as in `gate_rounded`.
     """
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()
-    dtype: tl.constexpr = out.dtype.element_ty
-    tiles: tl.constexpr = N // (128 * HALVES)
-    steps: tl.constexpr = COLUMNS // 128
-    end = tl.load(count) * tiles
-    if not STAYS:
-        end = tl.minimum(end, tl.program_id(0) + 1)
-    for t in tl.range(tl.program_id(0), end, tl.num_programs(0), flatten=STAYS):
-        expert, start, stop = read_block(table, t // tiles)
-        tile = t % tiles
-        i = start + tl.arange(0, PAIRS)
-        there = i < stop
-        own_at = h_scales + tl.where(there, i, 0).to(tl.int64) * steps
-        row = expert * N + tile * (128 * HALVES)
-        scale_at = scales + (expert * (N // 128) + tile * HALVES) * steps
-        low, high = copied_sums(
-            h, start, own_at, weight, row, scale_at, steps, PAIRS, HALVES, STAGES
-        )
-        m = tile * (128 * HALVES) + tl.arange(0, 128)
-        pair = tl.load(order + i, mask=there, other=0).to(tl.int64)
-        share = tl.load(shares + pair, mask=there, other=0.0)[:, None]
-        to = out + pair[:, None] * N + m[None, :]
-        tl.store(to, (low * share).to(dtype), mask=there[:, None])
-        if HALVES == 2:
-            tl.store(to + 128, (high * share).to(dtype), mask=there[:, None])
+    end = gl.load(count) * (N // (128 * HALVES))
+    a, b, full, empty = ring(weight, HALVES, STAGES, 1)
+    gl.warp_specialize(
+        [
+            (_multiply_down, (0, a, b, full, empty, end, h_scales, scales, shares, order, table, out,
+                              N, COLUMNS, HALVES, STAGES)),
+            (_multiply_down, (1, a, b, full, empty, end, h_scales, scales, shares, order, table, out,
+                              N, COLUMNS, HALVES, STAGES)),
+            (_copy_down, (h, weight, table, end, a, b, full, empty, N, COLUMNS, HALVES, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip

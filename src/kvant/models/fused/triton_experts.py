@@ -24,7 +24,6 @@ from kvant.models.fused import experts_kernels as kernels
 from kvant.models.fused import resident_experts, rounded_experts
 from kvant.models.fused.experts import Experts, GateOrder
 from kvant.models.fused.resident_experts import Blocks, CopiedTile, CopiedTiles
-from kvant.models.fused.rounded_experts import RoundedTile, RoundedTiles
 from kvant.models.fused.routing import Routing, Scoring, route
 from kvant.weights.choose import LISTED, few_serves, round_activations, warps_of_one
 from kvant.weights.codecs import NarrowStack
@@ -492,21 +491,15 @@ class TritonExperts:
             )  # fmt: skip
         return parts
 
-    def rounded(
-        self, x: Tensor, choice: Choice, experts: Experts, tiles: RoundedTiles | None = None
-    ) -> Tensor:
-        """Computes weighted results [pairs, H] of x [T, H], rounded here, in products of 8-bit floats.
-
-        tiles: None chooses them.
-        """
-        tiles = tiles or _rounded_tiles(choice, experts)
+    def rounded(self, x: Tensor, choice: Choice, experts: Experts) -> Tensor:
+        """Computes weighted results [pairs, H] of x [T, H], rounded here, in products of 8-bit floats."""
         rows = round_activations(x, Rounding(group=rounded_experts.BLOCK))
         order, ends = self.sort(choice, experts.routing)
         listed = resident_experts.list_blocks(
-            order, ends, experts.routing, tiles.pairs, self._processors, self._options
+            order, ends, experts.routing, rounded_experts.PAIRS, self._processors, self._options
         )
-        h = rounded_experts.gate_up(rows, experts, listed, tiles.up)
-        return rounded_experts.down(h, experts, listed, choice.weights, tiles.down, tiles.halves)
+        h = rounded_experts.gate_up(rows, experts, listed)
+        return rounded_experts.down(h, experts, listed, choice.weights)
 
     def _decodes(self, x: Tensor, choice: Choice, experts: Experts) -> bool:
         """Whether each narrow weight is decoded once, not in every tile: experts have many pairs."""
@@ -709,14 +702,3 @@ def _copied_tiles(choice: Choice, experts: Experts) -> CopiedTiles:
         )
         return CopiedTiles(64, up, down)
     return CopiedTiles(128, CopiedTile(128, stages=4, programs=0), CopiedTile(256))
-
-
-def _rounded_tiles(choice: Choice, experts: Experts) -> RoundedTiles:
-    """Returns tiles for products of 8-bit floats.
-
-    Measured for 128 experts of 2048 x 768 on an H200, gate and up, and down: 122 and 61 us for 512 tokens,
-    617 and 365 for 8,488. With 16 bits they took 204 and 103, and 841 and 395.
-    """
-    if choice.pairs <= 96 * experts.routing.num_experts:
-        return RoundedTiles(64, RoundedTile(4, 4), RoundedTile(4, 4, programs=2), halves=1)
-    return RoundedTiles(128, RoundedTile(4, 8), RoundedTile(3, 8, programs=1), halves=2)

@@ -456,35 +456,6 @@ def product_of_blocks(
     tl.store(to, acc.to(out.dtype.element_ty), mask=there[:, None] & inside[None, :])
 
 
-@triton.jit
-def copied_sums(
-    x, start, own_at, weight, row, scale_at, steps, TOKENS: tl.constexpr, HALVES: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Sums of TOKENS rows of x from `start` times 128 rows of a weight from `row`, and the next 128 if HALVES
-    is 2: two float32 [TOKENS, 128]. e4m3 times e4m3 in blocks of 128 x 128.
-
-    x, weight: descriptors of codes. own_at: pointers [TOKENS] to scales of rows of x; scale_at: to those of
-    the rows of the weight, of which the next 128 lie `steps` further. steps: blocks of columns.
-    """
-    low = tl.zeros((TOKENS, 128), tl.float32)
-    high = tl.zeros((TOKENS, 128), tl.float32)
-    for s in tl.range(0, steps, num_stages=STAGES):
-        own = tl.load(own_at + s)
-        by_low = own * tl.load(scale_at + s)
-        if HALVES == 2:
-            by_high = own * tl.load(scale_at + (steps + s))
-        a = x.load([start, s * 128])
-        found = tl.dot(a, weight.load([row, s * 128]).T)
-        low += found * by_low[:, None]
-        if HALVES == 2:
-            # Starting from the sums makes the compiler finish them first: both at once would need more
-            # registers than a thread has.
-            found = tl.dot(a, weight.load([row + 128, s * 128]).T, low * 0.0)
-            high += found * by_high[:, None]
-    return low, high
-
-
 @triton.jit(do_not_specialize=("tokens",))
 def copied_product_of_blocks(
     x, x_scales, weight, scales, out, tokens, N, COLUMNS, TOKENS: tl.constexpr, STAGES: tl.constexpr
@@ -499,9 +470,11 @@ def copied_product_of_blocks(
     t = start + tl.arange(0, TOKENS)
     there = t < tokens
     own_at = x_scales + tl.where(there, t, 0).to(tl.int64) * steps
-    acc, _ = copied_sums(
-        x, start, own_at, weight, stripe * 128, scales + stripe * steps, steps, TOKENS, 1, STAGES
-    )
+    acc = tl.zeros((TOKENS, 128), tl.float32)
+    for s in tl.range(0, steps, num_stages=STAGES):
+        factor = tl.load(own_at + s) * tl.load(scales + stripe * steps + s)
+        found = tl.dot(x.load([start, s * 128]), weight.load([stripe * 128, s * 128]).T)
+        acc += found * factor[:, None]
     n = stripe * 128 + tl.arange(0, 128)
     to = out + t[:, None].to(tl.int64) * N + n[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=there[:, None] & (n < N)[None, :])

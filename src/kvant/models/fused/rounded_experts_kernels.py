@@ -1,6 +1,7 @@
 """Gluon kernels of `kvant.models.fused.rounded_experts`: e4m3 times e4m3 in blocks of 128 x 128.
 
-Programs and rings in shared memory: see `kvant.weights.triton.blocks`.
+Programs and rings in shared memory: see `kvant.weights.triton.blocks`. What a tile needs of lists is read one
+or two tiles before, since each read waits for the one before it.
 """
 
 from __future__ import annotations
@@ -59,6 +60,13 @@ def _listed(table, block):
 
 
 @gluon.jit
+def _pairs(order, start, stop, layout: gl.constexpr):
+    """Returns the pairs from `start` on, int32 [64]; 0 from `stop` on."""
+    i = start + gl.arange(0, 64, layout=layout)
+    return gl.load(order + i, mask=i < stop, other=0)
+
+
+@gluon.jit
 def _multiply_gates(
     GROUP: gl.constexpr, a, b, full, empty, end, x_scales, scales, order, table, codes, code_scales,
     TOP_K: gl.constexpr, N: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
@@ -67,13 +75,22 @@ def _multiply_gates(
     tiles: gl.constexpr = width // 128
     steps: gl.constexpr = COLUMNS // 128
     n = 0
-    for t in range(gl.program_id(0), end, gl.num_programs(0)):
-        expert, start, stop = _listed(table, t // tiles)
+    every = gl.num_programs(0)
+    expert, start, stop = _listed(table, gl.minimum(gl.program_id(0), end - 1) // tiles)
+    pair = _pairs(order, start + GROUP * 64, stop, ROW)
+    next_expert, next_start, next_stop = _listed(
+        table, gl.minimum(gl.program_id(0) + every, end - 1) // tiles
+    )
+    for t in range(gl.program_id(0), end, every):
+        next_pair = _pairs(order, next_start + GROUP * 64, next_stop, ROW)
+        last_expert, last_start, last_stop = _listed(
+            table, gl.minimum(t + 2 * every, end - 1) // tiles
+        )
         start += GROUP * 64
         tile = t % tiles
         if start < stop:
             i = start + gl.arange(0, 64, layout=ROW)
-            token = gl.load(order + i, mask=i < stop, other=0).to(gl.int64) // TOP_K
+            token = pair.to(gl.int64) // TOP_K
             gate_at = scales + (expert * (2 * tiles) + tile) * steps
             gate, up, n = sums(
                 n, a, b, full, empty, x_scales + token * steps, gate_at, gate_at + tiles * steps,
@@ -90,6 +107,9 @@ def _multiply_gates(
             gl.store(to, gl.convert_layout(made, _CODES), mask=(i < stop)[:, None])
         else:
             n = idle(n, full, empty, steps, STAGES)
+        pair = next_pair
+        expert, start, stop = next_expert, next_start, next_stop
+        next_expert, next_start, next_stop = last_expert, last_start, last_stop
 
 
 @gluon.jit
@@ -101,17 +121,28 @@ def _copy_gates(
     width: gl.constexpr = N // 2
     tiles: gl.constexpr = width // 128
     k = gl.arange(0, 128, layout=gl.SliceLayout(0, _CODES))[None, :]
+    rows: gl.constexpr = gl.SliceLayout(1, _CODES)
     n = 0
-    for t in range(gl.program_id(0), end, gl.num_programs(0)):
-        expert, start, stop = _listed(table, t // tiles)
+    every = gl.num_programs(0)
+    expert, start, stop = _listed(table, gl.minimum(gl.program_id(0), end - 1) // tiles)
+    low_pair = _pairs(order, start, stop, rows)
+    high_pair = _pairs(order, start + 64, stop, rows)
+    next_expert, next_start, next_stop = _listed(
+        table, gl.minimum(gl.program_id(0) + every, end - 1) // tiles
+    )
+    for t in range(gl.program_id(0), end, every):
         row = expert * N + t % tiles * 128
-        i = start + gl.arange(0, 64, layout=gl.SliceLayout(1, _CODES))
-        low_pair = gl.load(order + i, mask=i < stop, other=0).to(gl.int64)
-        high_pair = gl.load(order + i + 64, mask=i + 64 < stop, other=0).to(gl.int64)
-        low_at = x + (low_pair // TOP_K)[:, None] * COLUMNS + k
-        high_at = x + (high_pair // TOP_K)[:, None] * COLUMNS + k
+        i = start + gl.arange(0, 64, layout=rows)
+        low_at = x + (low_pair.to(gl.int64) // TOP_K)[:, None] * COLUMNS + k
+        high_at = x + (high_pair.to(gl.int64) // TOP_K)[:, None] * COLUMNS + k
         low = (i < stop)[:, None] & (k >= 0)
         high = (i + 64 < stop)[:, None] & (k >= 0)
+        low_pair = _pairs(order, next_start, next_stop, rows)
+        high_pair = _pairs(order, next_start + 64, next_stop, rows)
+        expert, start, stop = next_expert, next_start, next_stop
+        next_expert, next_start, next_stop = _listed(
+            table, gl.minimum(t + 2 * every, end - 1) // tiles
+        )
         for s in range(0, COLUMNS // 128):
             place = n % STAGES
             bar = full.index(place)
@@ -166,14 +197,23 @@ def _multiply_down(
     tiles: gl.constexpr = N // (128 * HALVES)
     steps: gl.constexpr = COLUMNS // 128
     n = 0
-    for t in range(gl.program_id(0), end, gl.num_programs(0)):
-        expert, start, stop = _listed(table, t // tiles)
+    every = gl.num_programs(0)
+    expert, start, stop = _listed(table, gl.minimum(gl.program_id(0), end - 1) // tiles)
+    pair = _pairs(order, start + GROUP * 64, stop, ROW)
+    next_expert, next_start, next_stop = _listed(
+        table, gl.minimum(gl.program_id(0) + every, end - 1) // tiles
+    )
+    for t in range(gl.program_id(0), end, every):
+        share = gl.load(shares + pair)[:, None]
+        pair = _pairs(order, next_start + GROUP * 64, next_stop, ROW)
+        last_expert, last_start, last_stop = _listed(
+            table, gl.minimum(t + 2 * every, end - 1) // tiles
+        )
         start += GROUP * 64
         tile = t % tiles
         if start < stop:
             i = start + gl.arange(0, 64, layout=ROW)
-            pair = gl.load(order + i, mask=i < stop, other=0)
-            share = gl.load(shares + pair, mask=i < stop, other=0.0)[:, None]
+            to_pair = _pairs(order, start, stop, gl.SliceLayout(1, WRITTEN)).to(gl.int64)
             own_at = h_scales + gl.where(i < stop, i, 0).to(gl.int64) * steps
             scale_at = scales + (expert * (N // 128) + tile * HALVES) * steps
             low, high, n = sums(
@@ -182,9 +222,8 @@ def _multiply_down(
             )  # fmt: skip
             i = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WRITTEN))
             there = i < stop
-            pair = gl.load(order + i, mask=there, other=0).to(gl.int64)
             m = tile * (128 * HALVES) + gl.arange(0, 128, layout=gl.SliceLayout(0, WRITTEN))
-            to = out + pair[:, None] * N + m[None, :]
+            to = out + to_pair[:, None] * N + m[None, :]
             y = gl.convert_layout((low * share).to(out.dtype.element_ty), WRITTEN)
             gl.store(to, y, mask=there[:, None])
             if HALVES == 2:
@@ -192,6 +231,8 @@ def _multiply_down(
                 gl.store(to + 128, y, mask=there[:, None])
         else:
             n = idle(n, full, empty, steps, STAGES)
+        expert, start, stop = next_expert, next_start, next_stop
+        next_expert, next_start, next_stop = last_expert, last_start, last_stop
 
 
 @gluon.jit
@@ -201,12 +242,15 @@ def _copy_down(
 ):  # fmt: skip
     tiles: gl.constexpr = N // (128 * HALVES)
     n = 0
-    for t in range(gl.program_id(0), end, gl.num_programs(0)):
-        expert, start, _ = _listed(table, t // tiles)
+    every = gl.num_programs(0)
+    expert, start, _ = _listed(table, gl.minimum(gl.program_id(0), end - 1) // tiles)
+    for t in range(gl.program_id(0), end, every):
+        next_expert, next_start, _ = _listed(table, gl.minimum(t + every, end - 1) // tiles)
         row = expert * N + t % tiles * (128 * HALVES)
         for s in range(0, COLUMNS // 128):
             copy_step(n, h, start, weight, row, s, a, b, full, empty, HALVES, STAGES)
             n += 1
+        expert, start = next_expert, next_start
 
 
 @gluon.jit

@@ -104,13 +104,16 @@ def test_options_of_attention_are_refused_for_products(option: tuple[str, ...]) 
 
 
 def test_formats_of_gpus_are_verified_in_every_way() -> None:
+    from kvant.models.fused.verify import verify_experts
     from kvant.weights.verify import verify_products
 
-    found = list(verify_products(torch.device("cpu"), torch.float32))
+    here = torch.device("cpu"), torch.float32
+    found = [*verify_products(*here), *verify_experts(*here)]
     assert all(cell.is_right for cell in found)
     ways = {(cell.name, cell.way) for cell in found}
     assert ("fp8_e4m3, a scale per output", "rounded activations") in ways
     assert ("int4, a scale per 128 inputs and a zero point", "batch-invariant") in ways
+    assert ("experts, fp8_e4m3, a scale per 128 x 128", "rounded activations") in ways
 
 
 def test_a_wrong_product_is_named_and_the_exit_code_is_1(monkeypatch: pytest.MonkeyPatch) -> None:

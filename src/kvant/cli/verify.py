@@ -144,13 +144,15 @@ def _verify_weights(
     from kvant.measure.support import dump, recorded_weights, render
     from kvant.measure.verify import device_here
     from kvant.models.cpu.verify import verify_cpu_products
+    from kvant.models.fused.verify import verify_experts
     from kvant.models.load import TORCH_COMPUTE
     from kvant.weights.verify import ROWS, verify_products
 
     if facts.kind is DeviceKind.CPU:
         cells = list(verify_cpu_products())
     else:
-        cells = list(verify_products(torch.device("cuda"), TORCH_COMPUTE[compute]))
+        where = torch.device("cuda"), TORCH_COMPUTE[compute]
+        cells = [*verify_products(*where), *verify_experts(*where)]
     found = [
         {"format": cell.name, "way": cell.way, "rows": list(ROWS),
          "errors": [float(f"{error:.1e}") for error in cell.errors], "right": cell.is_right,

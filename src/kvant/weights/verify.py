@@ -36,7 +36,7 @@ ROWS = (1, 9, 64, 200, 512)
 SHAPE = (1040, 1280)
 """Outputs and inputs; the last stripe of outputs is not full."""
 
-_MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
+MOST = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 1e-2}
 """Maximum relative error of a correct product, by the dtype of results and of decoded numbers."""
 
 
@@ -94,7 +94,7 @@ def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[Produc
                 found = made.to(torch.float64)
                 errors.append(float((found - expected).norm() / expected.norm()))
             kernels = _kernels(weight, dtype, alike=alike, rounds=rounds)
-            yield ProductCell(fmt.summary, way, tuple(errors), _MOST[dtype], kernels)
+            yield ProductCell(fmt.summary, way, tuple(errors), MOST[dtype], kernels)
 
 
 def _kernels(

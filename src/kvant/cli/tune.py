@@ -27,11 +27,14 @@ from kvant.plan.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from kvant.kv.dtype import KVDtype
+    from kvant.kv.format import Side
     from kvant.kv.request import AskedWide
     from kvant.measure.tuning.tune import Tuned
 
-RECENT = (48, 112, 240)
+RECENT = (48, 112, 176, 240, 368, 496, 752, 1008)
 """Numbers of last tokens that layers may store wide by default. With 16 first ones they fill pages of 16."""
+_SHORTEST = 1024
+"""Tokens of the shortest sequence for which some are a choice by default."""
 
 _BITS = re.compile(r"(\d+(?:\.\d+)?)\s*(?:bits?)?")
 
@@ -70,7 +73,8 @@ def tune(
         typer.Option(
             "--kv-format",
             metavar="F",
-            help="Format to choose from; may be repeated. Default: all that this machine serves.",
+            help="Format to choose from, or a pair K/V; may be repeated. Default: all that this machine "
+            "serves.",
         ),
     ] = None,
     beside: Annotated[
@@ -87,7 +91,7 @@ def tune(
             "--kv-recent-tokens",
             min=0,
             help="Last tokens that a layer may store wide too; may be repeated, 0 for none. Default: 0, and "
-            "48, 112 and 240 where they are at most a sixteenth of the sequence.",
+            "48 to 1008 in sequences of 1024 tokens or more, at most an eighth of them and half a window.",
         ),
     ] = None,
     sink: SinkOption = None,
@@ -141,14 +145,14 @@ def tune(
 
     candidates = _formats(formats)
     uniform = [parse_format(name, asked_by="--beside") for name in beside or ()]
-    rows = _rows(recent, sink, recent_formats, verify_context or context)
+    rows = _rows(recent, sink, recent_formats, verify_context or context, context)
     llm = measured_llm(model, dtype, device)
     read = read_text(text, llm)
     lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)
     inputs = {
         "tune": 1,
         **measured_by(llm),
-        "formats": [str(dtype) for dtype in candidates],
+        "formats": [f"{side} {dtype}" for side, dtype in candidates],
         "windows": [ids.tolist() for ids in (lesson.measured, lesson.whole, lesson.held_out)],
         "rows": [one and [one.sink, one.recent, str(one.format)] for one in rows],
     }
@@ -188,14 +192,30 @@ def _budget(budget: str | None, max_kl: float | None) -> float | None:
 
 
 def _rows(
-    recent: Sequence[int] | None, sink: int | None, formats: Sequence[str] | None, length: int
+    recent: Sequence[int] | None,
+    sink: int | None,
+    formats: Sequence[str] | None,
+    length: int,
+    context: int,
 ) -> list[AskedWide | None]:
-    """Returns what a layer may store wide too. length: tokens of the sequence whose bytes count."""
+    """Returns what a layer may store wide too. Raises BadValue for more rows than a window has.
+
+    length: tokens of the sequence whose bytes count. context: of the windows that measure one layer.
+    """
     from kvant.kv.wide import SINK_TOKENS
 
     first = SINK_TOKENS if sink is None else sink
-    usual = (0, *(n for n in RECENT if n + first <= length // 16))
+    most = min(length // 8, context // 2) if length >= _SHORTEST else 0
+    usual = (0, *(n for n in RECENT if n + first <= most))
     counts = usual if recent is None else tuple(recent)
+    if max(counts) + first >= context:
+        raise BadValue(
+            f"--kv-recent-tokens {max(counts)} leaves no narrow rows in windows of {context} tokens",
+            why="the cost of narrow rows is measured there",
+            ways_out=(
+                WayOut("read longer windows", ("--context", str(4 * (max(counts) + first)))),
+            ),
+        )
     if not any(counts):
         parse_wide_rows(sink, 0, formats[0] if formats else None)  # refuses options of no rows
     found: dict[AskedWide | None, None] = {}
@@ -206,21 +226,22 @@ def _rows(
     return list(found)
 
 
-def _formats(names: Sequence[str] | None) -> list[KVDtype]:
-    """Returns the storage formats of a list of names. A pair K/V gives both formats."""
+def _formats(names: Sequence[str] | None) -> list[tuple[Side, KVDtype]]:
+    """Returns the storage formats of keys and of values in a list of names."""
     from kvant.kv.dtype import KVDtype
+    from kvant.kv.format import Side
     from kvant.kv.names import parse_format
 
-    found: dict[KVDtype, None] = {}
+    found: dict[tuple[Side, KVDtype], None] = {}
     for name in names or ():
         one = parse_format(name, asked_by="--kv-format")
-        for dtype in (one.k, one.v):
+        for side, dtype in ((Side.K, one.k), (Side.V, one.v)):
             if not isinstance(dtype, KVDtype):
                 raise BadValue(
                     f"--kv-format {name} is no storage format",
                     why="the model dtype is always among the choices",
                 )
-            found[dtype] = None
+            found[side, dtype] = None
     return list(found)
 
 

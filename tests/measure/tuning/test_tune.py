@@ -11,27 +11,29 @@ import pytest
 import torch
 import yaml
 
-from kvant.cli.tune import _budget, _formats, _rows
+from kvant.cli.tune import RECENT, _budget, _formats, _rows
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue
-from kvant.kv.dtype import KVDtype
+from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
-from kvant.kv.names import FormatRequest, parse_sides
+from kvant.kv.groups import bytes_per_token_at
+from kvant.kv.names import FormatRequest, SideRequests, parse_sides
 from kvant.kv.policy import read_policy
-from kvant.kv.request import check_request
+from kvant.kv.request import AskedWide, check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
 from kvant.measure.tuning.search import Option, best_within, fewest_bytes, least_kl
-from kvant.measure.tuning.tune import Lesson, Tuner, divide_text
+from kvant.measure.tuning.tune import Lesson, Tuner, between, divide_text, plan_of_uniform
 from tests.engine import tiny_chat
 
-FORMATS = [
+DTYPES = [
     KVDtype.INT8_PER_TOKEN_HEAD,
     KVDtype.INT4_PER_TOKEN_HEAD,
     KVDtype.FP8_PER_TOKEN_HEAD,
 ]
+FORMATS = [(side, dtype) for side in Side for dtype in DTYPES]
 
 
 @pytest.fixture(scope="module")
@@ -137,12 +139,13 @@ def test_wide_rows_are_measured_counted_and_written(tuner: Tuner, tmp_path: Path
     assert narrow < found.policy.bytes_per_token == round(found.chosen.bytes / 256)
     assert found.policy.bits <= 16.0
     alone, with_rows = found.uniform
-    assert (alone.name, with_rows.name) == (
-        "int4_per_token_head", "int4_per_token_head, last 16 wide"
-    )  # fmt: skip
-    assert (
-        with_rows.bytes_per_token - alone.bytes_per_token == found.policy.bytes_per_token - narrow
-    )
+    assert alone.name == "int4_per_token_head"
+    assert alone.rows is None
+    assert with_rows.rows is not None
+    assert with_rows.name == f"int4_per_token_head, last {with_rows.rows.recent} wide"
+    page = 16 * (with_rows.bytes_per_token - alone.bytes_per_token) // (with_rows.rows.recent + 32)
+    left = found.policy.bytes_per_token - with_rows.bytes_per_token
+    assert 0 <= left < page, "as many rows as fit into the policy's bytes"
     assert with_rows.figures.kld_mean < alone.figures.kld_mean
     assert found.best_without_rows is alone
 
@@ -175,7 +178,8 @@ def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) ->
     ]
     beside = [FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)]
     formats = [KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD]
-    free = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.told, beside, rows)
+    choices = [(side, dtype) for side in Side for dtype in formats]
+    free = Tuner(tuner.llm, lesson, choices, Kept(tmp_path, {}), tuner.told, beside, rows)
     layers = free._layers(free.options())
     fewest = fewest_bytes(layers).bytes
     assert (
@@ -191,9 +195,8 @@ def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) ->
     tuned = free.for_bits(16 * (budget + 0.5) / 256 / free.wide.bytes_per_token_16bit)
     assert tuned.chosen == found
     assert tuned.policy.bytes_per_token <= budget / 256
-    assert {one.name for one in tuned.uniform} == {
-        "int4_per_token_head", "int4_per_token_head, last 16 wide",
-        "int4_per_token_head, last 16 wide in int8_per_token_head",
+    assert {one.rows and str(one.rows.format) for one in tuned.uniform} == {
+        None, "model", "int8_per_token_head",
     }  # fmt: skip
 
     geometry = tuner.llm.planned.target.geometry
@@ -211,6 +214,53 @@ def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) ->
     }
 
 
+def test_a_uniform_format_has_as_many_wide_rows_as_fit(tuner: Tuner, tmp_path: Path) -> None:
+    usual = SideRequests(Follow.MODEL, Follow.MODEL)
+    some = AskedWide(16, 16, usual, "test"), AskedWide(16, 64, usual, "test")
+    many = replace(tuner, rows=[None, *some])
+    one = FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)
+
+    def size(rows: Any) -> float:
+        return bytes_per_token_at(plan_of_uniform(many.llm, one, rows), many.length)
+
+    narrow, least = size(None), size(replace(some[0], recent=16))
+    each = size(replace(some[0], recent=32)) - least
+    assert many._rows_beside(one, int(narrow)) == [None, *some]
+    for pages in (0, 1, 2):
+        fitting, *more = many._rows_beside(one, int(least + (pages + 0.5) * each))[1:]
+        assert fitting is not None
+        assert fitting.recent == 16 * (1 + pages)
+        assert more == [rows for rows in some if rows.recent > 16 * (1 + pages)]
+
+
+def test_costs_between_two_numbers_of_rows_lie_on_a_line() -> None:
+    """Of the logarithms of both: a cost that falls as 1 / rows^2 does so between them, too."""
+    int4, int8, wide = DTYPES[1], DTYPES[0], KVDtype.FLOAT32
+    options = [
+        [Option(int4, 10, 64.0 / n**2), Option(int8, 20, 1.0 / n**2), Option(wide, 80, 0.0)]
+        for n in (16, 128)
+    ]
+    found = between(options[0], options[1], 2 / 3)
+    assert [one.kl for one in found] == pytest.approx([64.0 / 64**2, 1.0 / 64**2, 0.0])
+    assert [one.dtype for one in between(options[0], options[1][:1], 0.5)] == [int4]
+
+
+def test_two_numbers_of_rows_are_measured(tuner: Tuner, tmp_path: Path) -> None:
+    rows = [ask_wide(16, n, None, asked_by="test") for n in (8, 16, 24, 32)]
+    eight = parse_sides("int8_per_token_head", asked_by="test")
+    one = ask_wide(16, 24, eight, asked_by="test")
+    many = replace(tuner, rows=[None, *rows, one], kept=Kept(tmp_path, {}))
+    assert many._measured_rows == [None, rows[0], rows[-1], one]
+    options = many.options()
+    assert list(options) == many.rows
+    for place in many.places():
+        kl = [
+            next(o.kl for o in options[one][place] if o.dtype is KVDtype.INT4_PER_TOKEN_HEAD)
+            for one in rows
+        ]
+        assert kl[0] > kl[1] > kl[2] > kl[3] > 0
+
+
 def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> None:
     """Keys that lose much without wide rows, beside values that lose nothing: the search takes wide keys."""
     text = tmp_path / "words.txt"
@@ -218,7 +268,8 @@ def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> 
     lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 64, 64, 256, 256)
     both = ask_wide(16, 16, None, asked_by="test")
     int4 = KVDtype.INT4_PER_TOKEN_HEAD
-    made = Tuner(tuner.llm, lesson, [int4], Kept(tmp_path, {}), tuner.told, [], [None, both])
+    formats = [(side, int4) for side in Side]
+    made = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.told, [], [None, both])
     costs = {
         rows: {
             (index, side): [Option(int4, made._bytes(index, side, int4), kl)]
@@ -242,7 +293,7 @@ def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> 
         tuner.llm.model_path, dtype="float32", kv_cache_memory="1MiB", kv_cache_policy=path
     )
     assert loaded.plan.fingerprint == tuned.plan.fingerprint
-    alone = Tuner(tuner.llm, lesson, [int4], Kept(tmp_path, {}), tuner.told, [], [both])
+    alone = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.told, [], [both])
     assert {one.rows for ways in alone._layers({both: costs[both]}).values() for one in ways} == {
         both
     }, "costs without wide rows were not measured"
@@ -252,17 +303,23 @@ def test_wide_rows_to_choose_from_are_a_small_share_of_the_sequence() -> None:
     def recent(*given: Any) -> list[int]:
         return [0 if one is None else one.recent for one in _rows(*given)]
 
-    assert recent(None, None, None, 512) == [0]
-    assert recent(None, None, None, 2048) == [0, 48, 112]
-    assert recent(None, None, None, 8192) == [0, 48, 112, 240]
-    assert recent([0, 500], None, None, 64) == [0, 500]
-    every = _rows([0, 112], 4, ["model", "int8_per_token_head"], 512)
+    assert recent(None, None, None, 512, 512) == [0]
+    assert recent(None, None, None, 2048, 2048) == [0, 48, 112, 176, 240]
+    assert recent(None, None, None, 8192, 4096) == [0, *RECENT]
+    assert recent(None, None, None, 8192, 512) == [0, 48, 112, 176, 240]
+    assert recent([0, 500], None, None, 1024, 1024) == [0, 500]
+    every = _rows([0, 112], 4, ["model", "int8_per_token_head"], 512, 512)
     assert [one and (one.sink, one.recent, str(one.format)) for one in every] == [
         None, (4, 112, "model"), (4, 112, "int8_per_token_head"),
     ]  # fmt: skip
-    for given in ((None, None, ["int8_per_token_head"], 512), ([0], 4, None, 8192)):
+    for given in ((None, None, ["int8_per_token_head"], 512, 512), ([0], 4, None, 8192, 512)):
         with pytest.raises(BadValue, match="no recent tokens are wide"):
             _rows(*given)
+    with pytest.raises(BadValue, match="leaves no narrow rows in windows of 512 tokens") as caught:
+        _rows([112, 1008], None, None, 8192, 512)
+    way = caught.value.ways_out[0].arguments
+    assert way == ("--context", "4096")
+    assert _rows([112, 1008], None, None, 8192, int(way[1]))
 
 
 def test_a_window_that_does_not_fit_names_the_option_of_its_length(
@@ -335,7 +392,8 @@ def test_one_budget_is_given_in_bits() -> None:
         with pytest.raises(BadValue):
             _budget(*wrong)
     assert _formats(["turboquant_3bit_nc", "fp8"]) == [
-        KVDtype.TURBOQUANT_K3, KVDtype.TURBOQUANT_V3, KVDtype.FP8_E4M3,
+        (Side.K, KVDtype.TURBOQUANT_K3), (Side.V, KVDtype.TURBOQUANT_V3),
+        (Side.K, KVDtype.FP8_E4M3), (Side.V, KVDtype.FP8_E4M3),
     ]  # fmt: skip
     with pytest.raises(BadValue, match="is no storage format"):
         _formats(["auto"])

@@ -5,9 +5,10 @@
     3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
     4  the found policy and the best uniform formats, on text that no earlier step has read
 
-Steps 1 and 2 are done for every choice of wide rows (`kvant.kv.wide`). Each layer gets one of them, for both
-sides or for one, because costs of sides are measured apart. What wide rows bring depends on the length of a
-sequence. So step 1 reads a window as long as the sequence whose bytes count.
+Each layer gets one of several choices of wide rows (`kvant.kv.wide`), for both sides or for one, because
+costs of sides are measured apart. Steps 1 and 2 are done for the least and the largest number of rows; costs
+of other numbers lie on a line between them. What wide rows bring depends on the length of a sequence. So step
+1 reads a window as long as the sequence whose bytes count.
 
 Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
 """
@@ -170,15 +171,15 @@ class Tuned:
 
 @dataclass
 class Tuner:
-    """Runs one tuning. llm: the model; its plan stores the model dtype. formats: candidates; empty for all.
+    """Runs one tuning. llm: the model; its plan stores the model dtype.
 
-    beside: uniform formats to verify; empty for all. rows: what a layer may store wide too; if None is one
-    of them, also each side alone. Uniform formats are verified without wide rows, and with each of `rows`.
+    formats: candidates of each side; empty for all. beside: uniform formats to verify; empty for all. rows:
+    what a layer may store wide too; if None is one of them, also each side alone.
     """
 
     llm: LLM
     lesson: Lesson
-    formats: Sequence[KVDtype]
+    formats: Sequence[tuple[Side, KVDtype]]
     kept: Kept
     told: Told2
     beside: Sequence[FormatRequest] = ()
@@ -192,6 +193,20 @@ class Tuner:
     def length(self) -> int:
         """Tokens of the sequence whose bytes count."""
         return self.lesson.held_out.shape[1]
+
+    @cached_property
+    def _measured_rows(self) -> list[Rows]:
+        """Those of `rows` that steps 1 and 2 read: of each format, the least and the largest number."""
+        ends = [(some[0], some[-1]) for some in self._alike().values()]
+        return [one for one in self.rows if one is None or any(one in pair for pair in ends)]
+
+    def _alike(self) -> dict[tuple[int, SideRequests], list[AskedWide]]:
+        """Returns the choices that differ in the number of last rows only, by that number."""
+        found: dict[tuple[int, SideRequests], list[AskedWide]] = {}
+        for rows in self.rows:
+            if rows is not None:
+                found.setdefault((rows.sink, rows.format), []).append(rows)
+        return {key: sorted(some, key=lambda one: one.recent) for key, some in found.items()}
 
     def stored_bytes(self, plan: KVPlan) -> int:
         """Returns bytes per token of a sequence of `length` tokens, including wide rows."""
@@ -265,7 +280,8 @@ class Tuner:
     def options(self) -> dict[Rows, dict[Place, list[Option]]]:
         """Returns the candidates of every place, with costs, for each choice of wide rows.
 
-        Formats that another beats everywhere are left out.
+        Formats that another beats everywhere are left out. Costs of numbers of rows that were not measured
+        are those of `between`.
         """
         uniform = self._means("uniform", self._narrow_plans, self.lesson.whole)
         kept = {
@@ -273,11 +289,11 @@ class Tuner:
                 side, {d: kl for (s, d, r), kl in uniform.items() if s is side and r == rows}
             )
             for side in Side
-            for rows in self.rows
+            for rows in self._measured_rows
         }
         alone = self._means("alone", self._plans_of_one_layer(kept), self.lesson.measured)
         options: dict[Rows, dict[Place, list[Option]]] = {}
-        for rows in self.rows:
+        for rows in self._measured_rows:
             options[rows] = {}
             for index, side in self.places():
                 found = [self._model_dtype(index, side)]
@@ -286,8 +302,19 @@ class Tuner:
                     scale = uniform[side, dtype, rows] / total if total > 0 else 1.0
                     cost = alone[index, side, dtype, rows] * scale
                     found.append(Option(dtype, self._bytes(index, side, dtype), cost))
-                options[rows][index, side] = not_beaten(found)
-        return options
+                options[rows][index, side] = found
+        for alike in self._alike().values():
+            less, more = alike[0], alike[-1]
+            for rows in alike[1:-1]:
+                share = math.log(rows.recent / less.recent, more.recent / less.recent)
+                options[rows] = {
+                    place: between(options[less][place], options[more][place], share)
+                    for place in self.places()
+                }
+        return {
+            rows: {place: not_beaten(found) for place, found in options[rows].items()}
+            for rows in self.rows
+        }
 
     def _model_dtype(self, index: int, side: Side) -> Option:
         spec = self.wide.layers[index]
@@ -398,10 +425,10 @@ class Tuner:
         places = self.places()
         for side in Side:
             for dtype in _candidates(side):
-                if self.formats and dtype not in self.formats:
+                if self.formats and (side, dtype) not in self.formats:
                     continue
                 layers = {place: dtype for place in places if place[1] is side}
-                for rows in self.rows:
+                for rows in self._measured_rows:
                     every = {index: _of_side(rows, side) for index, _ in places}
                     try:
                         plan = self.plan_of(layers, every)
@@ -430,14 +457,20 @@ class Tuner:
                 {(index, side): dtype}, {index: _of_side(rows, side)}
             )
             for index, side in self.places()
-            for rows in self.rows
+            for rows in self._measured_rows
             for dtype in kept[side, rows]
         }
 
     def _means(self, what: str, plans: Mapping[Key, KVPlan], ids: Tensor) -> dict[Key, float]:
         """Returns the mean KL of every plan over windows ids [n, context]."""
+        first: dict[str, str] = {}
+        """The first name of each plan: rows in other formats on the other side store nothing else here."""
+        same = {
+            _label(key): first.setdefault(plan.fingerprint, _label(key))
+            for key, plan in plans.items()
+        }
         keys = {_label(key): key for key in plans}
-        names = list(keys)
+        names = list(first.values())
         parts = []
         for start in range(0, len(names), AT_ONCE):
             some = {name: plans[keys[name]] for name in names[start : start + AT_ONCE]}
@@ -447,7 +480,7 @@ class Tuner:
             for name, one in unpack(arrays).items():
                 if name:
                     kl.setdefault(name, []).append(float(one.prefill.kl.mean()))
-        return {keys[name]: sum(values) / len(values) for name, values in kl.items()}
+        return {keys[name]: sum(kl[one]) / len(kl[one]) for name, one in same.items()}
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
         is_measured = ids.shape[1] == self.lesson.measured.shape[1]
@@ -483,12 +516,16 @@ class Tuner:
         return Tuned(beside, chosen, plan, policy, (), self.length)
 
     def beside_uniform(self, tuned: Tuned) -> Tuned:
-        """Adds uniform formats of up to twice the policy's bytes, measured on the same text."""
+        """Adds uniform formats of up to twice the policy's bytes, measured on the same text.
+
+        Each is verified without wide rows, with as many as fit into the policy's bytes, and with those
+        of `rows` that take more.
+        """
         plans: dict[str, tuple[KVPlan, Rows]] = {}
         most = 2 * tuned.policy.bytes_per_token
         for one in self.beside or whole_formats():
-            for rows in dict.fromkeys((None, *self.rows)):
-                with contextlib.suppress(ConfigError):
+            with contextlib.suppress(ConfigError):
+                for rows in self._rows_beside(one, tuned.policy.bytes_per_token):
                     plan = plan_of_uniform(self.llm, one, rows)
                     if self.stored_bytes(plan) <= most and plan.has_wide_rows is (rows is not None):
                         plans[", ".join(filter(None, (str(one), described(rows))))] = plan, rows
@@ -496,6 +533,29 @@ class Tuner:
             return tuned
         digest = hashlib.sha256(" ".join(plans).encode()).hexdigest()[:12]
         return replace(tuned, uniform=tuple(self._on_held_out(digest, plans)))
+
+    def _rows_beside(self, one: FormatRequest, most: int) -> list[Rows]:
+        """Returns wide rows of a uniform format to verify: as many as `most` bytes per token allow, and more.
+
+        Raises ConfigError for a format that is not served.
+        """
+        found: list[Rows] = [None]
+        page = self.wide.page_size
+
+        def stored(rows: AskedWide) -> float:
+            return bytes_per_token_at(plan_of_uniform(self.llm, one, rows), self.length)
+
+        for alike in self._alike().values():
+            least = replace(alike[0], recent=page)
+            size = stored(least)
+            each = stored(replace(least, recent=2 * page)) - size
+            fitting = 0 if size > most else page
+            if fitting and each > 0:
+                fitting += int((most - size) / each + 1e-6) * page
+            fitting = min(fitting, self.length)
+            more = [one for one in alike if one.recent > fitting]
+            found += [*([replace(least, recent=fitting)] if fitting else ()), *more]
+        return found
 
     def _on_held_out(self, label: str, plans: Mapping[str, tuple[KVPlan, Rows]]) -> list[Verified]:
         stored = {name: plan for name, (plan, _) in plans.items()}
@@ -535,6 +595,27 @@ def plan_of_uniform(llm: LLM, one: FormatRequest, rows: AskedWide | None = None)
     """Plans every layer in one format, without the format's protective defaults. rows: stored wide too."""
     request = KVRequest(explicit=(Asked(one, "kvant tune"),), format_defaults=False, wide=rows)
     return resolve_again(llm.planned, request)
+
+
+def between(less: Sequence[Option], more: Sequence[Option], share: float) -> list[Option]:
+    """Returns the options of a place with a number of wide rows between two that were measured.
+
+    less, more: the options with fewer and with more rows. share: 0 for the first number of rows, 1 for the
+    second, linear in its logarithm. So is the logarithm of a cost. A format that dropped out on one side is
+    no option.
+    """
+    other = {option.dtype: option.kl for option in more}
+
+    def middle(first: float, second: float) -> float:
+        if first == 0 or second == 0:  # no logarithm
+            return float(first * (1 - share) + second * share)
+        return float(first ** (1 - share) * second**share)
+
+    return [
+        replace(option, kl=middle(option.kl, other[option.dtype]))
+        for option in less
+        if option.dtype in other
+    ]
 
 
 def _candidates(side: Side) -> list[KVDtype]:

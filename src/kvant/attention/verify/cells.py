@@ -88,7 +88,8 @@ def rows() -> Iterator[Row]:
     """Yields the whole matrix: every format, the named pairs, and pairs that mix K and V.
 
     Formats with feedback are left out: they are read as the format with the same bytes, and their writers are
-    verified when an engine starts, and by the suite.
+    verified when an engine starts, and by the suite. So are wide rows of one side: such a page holds two
+    forms that other cells verify, and after a new cell each device must run the whole matrix again.
     """
     pairs = [(asked.k, asked.v) for asked in whole_formats()]
     pairs += [(dtype, dtype) for dtype in KVDtype if dtype.format.device_only]

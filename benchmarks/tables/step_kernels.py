@@ -82,13 +82,16 @@ def _error(kind: str) -> str:
     return f"{'one' if scales == 'one scale' else 'row'} {sums.split()[0]}"
 
 
+_KEPT = {True: "yes", False: "no", None: "not yet"}
+
+
 @table("narrow-chains", "h200-narrow-chains.json")
 def narrow_chains(data: Any) -> Cells:
     lines = [["change", "weights", "rows", "us a layer before", "with it", "kept"]]
     for row in data["rows"]:
         lines.append(
             [row["change"], row["weights"], str(row["tokens"]), f"{row['before_us']:.1f}",
-             f"{row['after_us']:.1f}", "yes" if row["kept"] else "no"]
+             f"{row['after_us']:.1f}", _KEPT[row["kept"]]]
         )  # fmt: skip
     return lines
 

@@ -335,6 +335,21 @@ def tuned_with_wide_rows(data: Any) -> Cells:
     return _tuned_rows(named | uniform | data["more_rows"]["uniform"])
 
 
+@table("tune-scores", "smollm2-tune-scores.json")
+def policies_from_gradients(data: Any) -> Cells:
+    lines = [["stored as", "B/token", "bits", "predicted KL", "mean KL", "its standard error",
+              "same top token"]]  # fmt: skip
+    entries = data["entries"].items()
+    for name, one in sorted(entries, key=lambda item: item[1]["bytes_per_token"]):
+        predicted = f"{one['predicted_kl']:.5f}" if "predicted_kl" in one else "-"
+        lines.append(
+            [name, f"{one['bytes_per_token']:,}", f"{one['bits']:.2f}", predicted,
+             f"{one['kld_mean']:.5f}", f"{one['kld_mean_error']:.5f}",
+             percent(one["same_top"], digits=1)]
+        )  # fmt: skip
+    return lines
+
+
 @table("tune-rows", "smollm2-tune-rows.json")
 def tuned_with_rows_per_layer(data: Any) -> Cells:
     named: dict[str, Any] = {}

@@ -220,24 +220,23 @@ def expert_tiles(data: Any) -> Cells:
 
 @table("experts-fp8", "h200-experts-fp8.json", "h200-expert-tiles.json")
 def experts_fp8(narrow: Any, wide: Any) -> Cells:
-    """Returns the fastest tiles of both kinds of weights."""
+    """Returns both products of experts with both kinds of weights, and the dense ones in fp8."""
+    names = {"up": "gates and ups", "down": "down", "qkv": "q, k and v", "output": "output"}
     lines = [["tokens", "product", "bfloat16, us", "fp8, us", "fp8, TFLOP/s", "fp8, TB/s"]]
     for tokens in (8488, 512):
-        best = narrow["best"][str(tokens)]
-        for place, product in enumerate(("up", "down")):
-            us = best["us"][place]
-            copied = min(
-                float(row["us"])
-                for row in wide["rows"]
-                if (row["tokens"], row["product"]) == (tokens, product)
-                and row["tile"].startswith("copied")
-            )
-            weights = 128 * 2048 * 768 * (2 - place)
-            flops = 2 * tokens * 8 * weights / 128
-            name = {"up": "gates and ups", "down": "down"}[product]
+        for row in narrow["rows"]:
+            if row["tokens"] != tokens or row["product"] not in names:
+                continue
+            copied = [
+                float(one["us"])
+                for one in wide["rows"]
+                if (one["tokens"], one["product"]) == (tokens, row["product"])
+                and one["tile"].startswith("copied")
+            ]
+            read = f"{row['tb_s']:.2f}" if "tb_s" in row else "-"
             lines.append(
-                [f"{tokens:,}", name, f"{copied:.0f}", f"{us:.0f}", f"{flops / us / 1e6:.0f}",
-                 f"{weights / us / 1e6:.2f}"]
+                [f"{tokens:,}", names[row["product"]], f"{min(copied):.0f}" if copied else "-",
+                 f"{row['us']:.0f}", f"{row['tflops']:.0f}", read]
             )  # fmt: skip
     return lines
 

@@ -22,6 +22,7 @@ SHAPES = {
     "qwen3.5-9b": 1.2,
     "qwen3.5-9b-many": 1.2,
     "gemma-3-12b": 1.1,
+    "gpt-oss-20b": 1.1,
     "gpt-oss-20b-mxfp4": 1.1,
 }
 """Shapes that both ran on one GPU, and the least ratio of output tokens per second that is wanted.

@@ -45,7 +45,8 @@ def delta_chunks(
     scores = mixed.new_empty(count, heads, size, size, dtype=held)
     v = mixed.new_empty(count, heads, size, values, dtype=torch.float32)
     whole = v.new_empty(count, heads)
-    _within_chunks[(count, heads)](
+    # Programs of one chunk run side by side, and read whole rows of tokens.
+    _within_chunks[(heads, count)](
         mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, chunks.pieces,
         q, k, v, moved, scores, whole, keys**-0.5, strongest, count,
         HEADS=heads, PER_KEY=heads // key_heads, KEYS=keys, VALUES=values, SIZE=size,
@@ -101,8 +102,8 @@ def _within_chunks(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias
 
     pieces: [2, count] int64, first token and number of tokens of each chunk.
     """
-    n = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1)
+    n = tl.program_id(1).to(tl.int64)
+    h = tl.program_id(0)
     first = tl.load(pieces + n)
     length = tl.load(pieces + count + n)
     t, kk = tl.arange(0, SIZE), tl.arange(0, WIDE_KEYS)

@@ -80,7 +80,8 @@ def conv_prompts(
     count, channels = x.shape
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     common = (x, x.stride(0), weight, bias, state, state.stride(0), rows, starts)
-    _conv_prompts[(triton.cdiv(count, _TOKENS), triton.cdiv(channels, _FEW_CHANNELS))](
+    # Programs of the same tokens run side by side, and read whole rows.
+    _conv_prompts[(triton.cdiv(channels, _FEW_CHANNELS) * triton.cdiv(count, _TOKENS),)](
         *common, owners, cu_seqlens, out, count, channels,
         SIZE=weight.shape[1], SILU=silu, STORED=stored, TOKENS=_TOKENS, BLOCK=_FEW_CHANNELS, num_warps=4,
     )  # fmt: skip
@@ -323,8 +324,9 @@ def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, 
                   channels, SIZE: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr, TOKENS: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """Program: BLOCK channels of TOKENS tokens."""
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    parts = tl.cdiv(channels, BLOCK)
+    t = (tl.program_id(0) // parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    c = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     is_token = t < count
     i = tl.load(owners + t, mask=is_token, other=0)
     first = tl.load(cu_seqlens + i)

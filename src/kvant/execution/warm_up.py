@@ -20,6 +20,9 @@ from kvant.plan.device import chosen_gpu, work_on
 _MOST_AT_ONCE = 6
 """The most steps compiled in parallel. More gain little: part of compiling holds the interpreter lock."""
 
+_LARGE = 1024
+"""Steps of more tokens run one at a time: the plan has memory for the activations of one large step."""
+
 
 def warm_up(
     model: LoadedModel,
@@ -32,8 +35,8 @@ def warm_up(
 ) -> None:
     """Runs steps that store nothing: short and long prompts, alone and together. told: called with progress.
 
-    Several threads launch steps in parallel, since compiling takes most of the time. They share a stream, so
-    the device runs their kernels one after the other.
+    Several threads launch small steps in parallel, since compiling takes most of the time. They share a
+    stream, so the device runs their kernels one after the other.
     """
 
     def run(lengths: tuple[int, ...]) -> Tensor:
@@ -49,13 +52,15 @@ def warm_up(
     from kvant.sampling.triton_draw import draw_once
 
     first, *others = step_lengths(max_num_seqs, max_num_batched_tokens, max_model_len)
+    small = [lengths for lengths in others if sum(lengths) <= _LARGE]
+    large = [lengths for lengths in others if sum(lengths) > _LARGE]
     logits = run(first)  # alone: it allocates what all later steps share
     at_once = _at_once(model.device)
     with (
         one_loads(),
         ThreadPoolExecutor(at_once, initializer=work_on, initargs=(chosen_gpu(),)) as threads,
     ):
-        compiled = threads.map(run, others)
+        compiled = threads.map(run, small)
         draw = threads.submit(draw_once, logits.to(widened(logits.dtype)))
         try:
             # In this thread, which will run the steps: cuDNN keeps its plans per thread.
@@ -66,6 +71,9 @@ def warm_up(
         except BaseException:  # a start that fails does not go on compiling
             threads.shutdown(wait=False, cancel_futures=True)
             raise
+    for done, lengths in enumerate(large, start=len(small) + 1):
+        run(lengths)
+        told(done, len(others))
     torch.cuda.synchronize(model.device)
 
 
@@ -80,8 +88,9 @@ def step_lengths(
     """Returns the sequences' query lengths for each step to run, so that every kernel variant is compiled.
 
     Kernels are specialised by powers of two: of query rows per sequence and KV head, of a step's tokens and
-    of rows of logits. They also differ for few, some and many sequences. Decode steps are recorded later,
-    but some run without a graph, for example beside a long prompt.
+    of rows of logits. They also differ for few, some and many sequences. Products have larger tiles for more
+    tokens, up to the largest step. Decode steps are recorded later, but some run without a graph, for
+    example beside a long prompt.
     """
     long = min(300, max_num_batched_tokens, max_model_len)
     many = min(64, max_num_seqs)
@@ -92,6 +101,11 @@ def step_lengths(
     # Another variant joins the partial results of many sequences that are not all single tokens.
     found += [(*(1,) * 128, 2)]
     found += [(n,) * seqs for seqs in (2, 3, 4, 5) for n in (2, 3, 6, 17)]
+    most = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+    tokens = 2 * long
+    while tokens < most:
+        tokens = min(2 * tokens, most)
+        found.append(_prompts(tokens, max_model_len))
     return [
         lengths
         for lengths in dict.fromkeys(found)
@@ -99,6 +113,12 @@ def step_lengths(
         and len(lengths) <= max_num_seqs
         and max(lengths) <= max_model_len
     ]
+
+
+def _prompts(tokens: int, most: int) -> tuple[int, ...]:
+    """Returns lengths of at most `most` whose sum is `tokens`."""
+    whole, rest = divmod(tokens, most)
+    return (most,) * whole + ((rest,) if rest else ())
 
 
 def _nowhere(

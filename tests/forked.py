@@ -6,6 +6,7 @@ imports are shared. What a fresh interpreter imports, and what that costs, is te
 
 from __future__ import annotations
 
+import contextlib
 import io
 import multiprocessing
 import os
@@ -60,7 +61,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # the fork server reaped it since
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -7,7 +7,14 @@ import dataclasses
 import pytest
 import torch
 
-from kvant.attention.base import AttentionParams, HeadRotation, RotatingWriter, Step, StepCall
+from kvant.attention.base import (
+    AttentionBackend,
+    AttentionParams,
+    HeadRotation,
+    RotatingWriter,
+    Step,
+    StepCall,
+)
 from kvant.attention.reference.backend import ReferenceBackend, backend
 from kvant.attention.watch import WatchedBackend, check_all_were_reached, watch
 from kvant.errors import EngineFault
@@ -21,10 +28,11 @@ SHARING = dataclasses.replace(driver.layer(index=1), attention=Attention.SHARED,
 RECURRENT = dataclasses.replace(driver.layer(index=2), attention=Attention.NONE)
 
 
-def watched() -> tuple[StepCall, tuple[WatchedBackend, ...]]:
+def watched(owner: AttentionBackend | None = None) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
     """A call over an owner, a layer that shares its KV, and a layer without attention."""
     pool = driver.pool(driver.plan([OWNER, SHARING, RECURRENT]), 3)
-    return watch(StepCall(driver.step([[1]], [3], [3]), pool, (backend(),) * 3))
+    backends = (owner or backend(), backend(), backend())
+    return watch(StepCall(driver.step([[1]], [3], [3]), pool, backends))
 
 
 def write(call: StepCall, layer: int) -> None:
@@ -72,19 +80,26 @@ def test_a_watched_backend_passes_everything_on() -> None:
 
 
 class Rotating(ReferenceBackend):
+    apart = True
+
     def write_rotated(
         self, cache: LayerCache, qkv: torch.Tensor, rotation: HeadRotation, step: Step
     ) -> torch.Tensor:
         return qkv[:, :128].view(-1, 4, 32)
 
+    def attend_rotated(
+        self,
+        cache: LayerCache,
+        qkv: torch.Tensor,
+        rotation: HeadRotation,
+        step: Step,
+        params: AttentionParams,
+    ) -> torch.Tensor | None:
+        return None if self.apart else qkv[:, :128].view(-1, 4, 32)
+
 
 def test_a_backend_that_rotates_does_so_in_the_watched_forward_too() -> None:
-    pool = driver.pool(driver.plan([OWNER, SHARING, RECURRENT]), 3)
-    call, backends = watch(
-        StepCall(
-            driver.step([[1]], [3], [3]), pool, (Rotating(torch.float64), backend(), backend())
-        )
-    )
+    call, backends = watched(Rotating(torch.float64))
     rotating, plain, _ = call.backends
     assert not isinstance(plain, RotatingWriter)
     assert isinstance(rotating, RotatingWriter)
@@ -94,3 +109,25 @@ def test_a_backend_that_rotates_does_so_in_the_watched_forward_too() -> None:
     attend(call, 0)
     attend(call, 1)
     check_all_were_reached(call, backends, "Model")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_one_launch_that_rotates_and_attends_counts_as_both(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rotating, "apart", apart)
+    call, backends = watched(Rotating(torch.float64))
+    rotating = call.backends[0]
+    assert isinstance(rotating, RotatingWriter)
+    rotation = HeadRotation(ROWS, ROWS, True, None, None, 1e-6)
+    params = AttentionParams(1.0)
+    rows = torch.ones(3, 256)
+    out = rotating.attend_rotated(call.pool[0], rows, rotation, call.step, params)
+    attend(call, 1)
+    if not apart:
+        assert out is not None
+        check_all_were_reached(call, backends, "Model")
+        return
+    assert out is None
+    with pytest.raises(EngineFault, match=r"layers\.0"):
+        check_all_were_reached(call, backends, "Model")

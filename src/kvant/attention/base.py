@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from kvant.kv.pool import KVPool, LayerCache
@@ -214,6 +215,36 @@ class RotatingWriter(Protocol):
         With `rotation.gated`, 2 * num_q_heads heads precede the heads of k. Rotated k, and v, are written to
         their slots as by `write`. q has the dtype of qkv.
         """
+        ...
+
+    def attend_rotated(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,
+        rotation: HeadRotation,
+        step: Step,
+        params: AttentionParams,
+    ) -> Tensor | None:
+        """Does `write_rotated` and then `attend` in one launch; returns [T, num_q_heads, head_dim].
+
+        Returns None, and has done nothing, if it has no such launch for the step.
+        """
+        ...
+
+
+class ShortSteps(NamedTuple):
+    """Decode steps of at most `seqs` sequences, each of at most `tokens` tokens in the cache."""
+
+    tokens: int
+    seqs: int
+
+
+@runtime_checkable
+class ShortReader(Protocol):
+    """A backend with a faster kernel for short decode steps, chosen by `Step.max_seqlen_kv`."""
+
+    def short_steps(self, cache: LayerCache, dtype: torch.dtype) -> ShortSteps | None:
+        """Returns the steps that it serves for a layer and queries of `dtype`, or None."""
         ...
 
 

@@ -55,6 +55,21 @@ class WatchedRotatingBackend(WatchedBackend):
         self.wrote = True
         return q
 
+    def attend_rotated(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,
+        rotation: HeadRotation,
+        step: Step,
+        params: AttentionParams,
+    ) -> Tensor | None:
+        """Forwards `RotatingWriter.attend_rotated`: qkv [T, (num_q_heads + 2 num_kv_heads) * head_dim]."""
+        assert isinstance(self.watched, RotatingWriter)
+        out = self.watched.attend_rotated(cache, qkv, rotation, step, params)
+        if out is not None:
+            self.wrote = self.attended = True
+        return out
+
 
 def watch(call: StepCall) -> tuple[StepCall, tuple[WatchedBackend, ...]]:
     """Returns the call with watched backends, and the watched backends by layer index."""

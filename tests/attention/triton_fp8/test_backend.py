@@ -49,6 +49,16 @@ class Few(ReferenceBackend):
     ) -> Tensor:
         return qkv + 1
 
+    def attend_rotated(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,
+        rotation: HeadRotation,
+        step: Step,
+        params: AttentionParams,
+    ) -> Tensor | None:
+        return qkv + 2
+
 
 @pytest.mark.parametrize(
     ("sequences", "few", "long"),
@@ -78,6 +88,9 @@ def test_it_rotates_what_it_writes() -> None:
     angles = HeadRotation(torch.ones(2, 16), torch.zeros(2, 16), False, None, None, 1e-6)
     qkv = torch.zeros(2, 8 * 32)
     assert torch.equal(backend.write_rotated(made[0], qkv, angles, step), qkv + 1)
+    found = backend.attend_rotated(made[0], qkv, angles, step, AttentionParams(1.0))
+    assert found is not None
+    assert torch.equal(found, qkv + 2)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])

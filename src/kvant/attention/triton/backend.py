@@ -14,9 +14,10 @@ from kvant.attention.base import (
     Expand,
     HeadNorm,
     HeadRotation,
+    ShortSteps,
     Step,
 )
-from kvant.attention.cuda import latent_rows, many_rows
+from kvant.attention.cuda import latent_rows, many_rows, one_query
 from kvant.attention.launching import Shape, outer
 from kvant.attention.need import FIXED_SPLIT, MOST_PARTS
 from kvant.attention.triton import both_decode, dense_prefill, prefill, rotated_store
@@ -158,6 +159,31 @@ class TritonBackend:
         )  # fmt: skip
         return q
 
+    def attend_rotated(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,
+        rotation: HeadRotation,
+        step: Step,
+        params: AttentionParams,
+    ) -> Tensor | None:
+        """Implements `RotatingWriter.attend_rotated`: qkv [T, heads * head_dim] -> [T, q_heads, head_dim]."""
+        if not self._is_short(cache, qkv.dtype, step, params):
+            return None
+        if not one_query.rotates(qkv, rotation, cache, step):
+            return None
+        return one_query.attend_rotated(cache, qkv, rotation, step, params)
+
+    def _is_short(
+        self, cache: LayerCache, dtype: torch.dtype, step: Step, params: AttentionParams
+    ) -> bool:
+        """Whether `one_query` serves a step. dtype: of the queries."""
+        return (
+            not self.batch_invariant
+            and one_query.takes(cache, step)
+            and one_query.serves(cache, dtype, params)
+        )
+
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """Attends with q [T, num_q_heads, head_dim_k]; returns [T, num_q_heads, head_dim_v] in q's dtype.
 
@@ -178,6 +204,10 @@ class TritonBackend:
         attend_all = attend_long if by_cudnn else attend_dense
         attend_all(cache, q, out, step, params)
         return out
+
+    def short_steps(self, cache: LayerCache, dtype: torch.dtype) -> ShortSteps | None:
+        """Implements `ShortReader.short_steps`."""
+        return None if self.batch_invariant else one_query.short_steps(cache, dtype)
 
     def expands(self, q: Tensor) -> bool:
         """Implements `ExpandingBackend.expands`: q [T, heads, head_dim] in 16 bits, with heads that fit."""
@@ -244,6 +274,8 @@ class TritonBackend:
             return attend(cache, q, step, params, shape)
         k, v = cache.spec.k.dtype, cache.spec.v.dtype
         is_one_form = form is None
+        if is_one_form and self._is_short(cache, q.dtype, step, params):
+            return one_query.attend(cache, q, step, params)
         if is_one_form and rows >= many_rows.FEWEST and many_rows.serves(cache, q.dtype, params):
             return attend(cache, q, step, params, many_rows.shape_for(k, v), wide=True)
         full = q.dtype is torch.float32

@@ -48,6 +48,17 @@ class TritonFp8Backend:
         """Implements `RotatingWriter.write_rotated`: qkv [T, heads * head_dim] -> q [T, heads, head_dim]."""
         return self._few.write_rotated(cache, qkv, rotation, step)
 
+    def attend_rotated(
+        self,
+        cache: LayerCache,
+        qkv: Tensor,
+        rotation: HeadRotation,
+        step: Step,
+        params: AttentionParams,
+    ) -> Tensor | None:
+        """Implements `RotatingWriter.attend_rotated`: qkv [T, heads * head_dim] -> [T, q_heads, head_dim]."""
+        return self._few.attend_rotated(cache, qkv, rotation, step, params)
+
     def attend(self, cache: LayerCache, q: Tensor, step: Step, params: AttentionParams) -> Tensor:
         """Attends like `attend_apart`: q [T, num_q_heads, head_dim] -> [T, num_q_heads, head_dim]."""
         return attend_apart(self._few, self._attend_long, cache, q, step, params)

@@ -26,6 +26,9 @@ _PROMPT = ((5, 5), (60, 40))  # enough rows for kernels of many rows, even if fe
 _LONG = ((5, 3), (290, 270))
 """(stored tokens, new tokens in the step) of sequences. Long prompts use other kernels on GPUs."""
 
+_LONGEST = 2048
+"""Decodes are verified once more as steps of sequences that may be this long: they use another kernel."""
+
 _WINDOW = 24
 """Longer windows are verified with this length, so that sequences of the trials exceed the window."""
 
@@ -42,11 +45,16 @@ def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = Fal
     steps = (_DECODE, _PROMPT) if is_cpu else (_DECODE, _PROMPT, _LONG)
     backends = load_backends(plan, batch_invariant=batch_invariant)
     rounding = {info.name for info in BACKENDS if info.rounds_long}
+    kinds = [(sequences, 0) for sequences in steps] + ([] if is_cpu else [(_DECODE, _LONGEST)])
     trials = [
-        (layer, backend, Trial(need, sequences, rounds_long=backend.name in rounding))
+        (
+            layer,
+            backend,
+            Trial(need, sequences, rounds_long=backend.name in rounding, longest=longest),
+        )
         for layer, need in _needs(plan, facts, batch_invariant)
         for backend in [backends[layer.geometry.index]]
-        for sequences in steps
+        for sequences, longest in kinds
     ]
     if not is_cpu:
         _compile([(backend, trial) for _, backend, trial in trials], device)

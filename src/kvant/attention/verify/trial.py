@@ -37,7 +37,8 @@ _SCALE = 0.013
 class Trial:
     """The input of a trial. sequences: (stored tokens, new tokens in this step), few new tokens first.
 
-    odd_rows: also write difficult rows, and tokens without a slot.
+    odd_rows: also write difficult rows, and tokens without a slot. longest: the step's `max_seqlen_kv`, if
+    that is more than its longest sequence.
     rounds_long: as in the backend's `BackendInfo`.
     """
 
@@ -45,6 +46,7 @@ class Trial:
     sequences: tuple[tuple[int, int], ...]
     odd_rows: bool = False
     rounds_long: bool = False
+    longest: int = 0
     seed: int = 0
 
 
@@ -194,7 +196,10 @@ class _Case:
             )
         self.k, self.v = k.to(device), None if need.v is None else v.to(device)
         self.q = self.normal(len(slots) + len(extra), g.num_q_heads, g.head_dim_k).to(device)
-        self.step = _step(trial.sequences, tables, slots + extra, g.causal, device)
+        self.step = replace(
+            _step(trial.sequences, tables, slots + extra, g.causal, device),
+            max_seqlen_kv=max(trial.longest, *(length for length, _ in trial.sequences)),
+        )
         self.params = AttentionParams(
             scale=g.head_dim_k**-0.5,
             window=g.window,

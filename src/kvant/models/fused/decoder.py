@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from kvant.attention.base import HeadNorm, HeadRotation, RotatingWriter, Step, StepCall
+from kvant.attention.base import (
+    AttentionBackend,
+    HeadNorm,
+    HeadRotation,
+    RotatingWriter,
+    Step,
+    StepCall,
+)
 from kvant.errors import EngineFault
 from kvant.kv.spec import KVPlan
 from kvant.models.forward import ExpertBytes
@@ -26,7 +33,7 @@ from kvant.models.fused.experts import ExpertKernels, Experts, TorchExperts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.info import MOST_ANGLES
 from kvant.models.fused.kernels import InvariantTorchKernels, Kernels, TorchKernels
-from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm
+from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm, QKNorms
 from kvant.models.fused.linear import (
     DenseLinear,
     Linear,
@@ -253,21 +260,28 @@ class FusedDecoder:
                     lambda x, w, b: products.plain(x, DenseLinear(w, b, self._multiply)),
                 )  # fmt: skip
             else:
+                narrowed = last and step.wanted is not None and index not in layers
                 gate: Tensor | None = None
+                q: Tensor | None = None
                 if isinstance(layer, LatentLayer):
                     assert isinstance(x, Tensor)
                     q = self.enter_latent(index, x, layer, products, turns, call)
                 else:
                     qkv = products.plain(x, layer.qkv)
-                    q, gate = self.enter(index, qkv, turns, call), gates_of(qkv, layer)
-                narrowed = last and step.wanted is not None and index not in layers
+                    gate = gates_of(qkv, layer)
+                    if narrowed:
+                        q = self.enter(index, qkv, turns, call)
                 if narrowed:  # K and V are stored; later operations do not use the other rows
                     assert step.wanted is not None
+                    assert q is not None
                     q, residual = q[logits_index], residual[logits_index]
                     x = x[logits_index] if isinstance(x, Tensor) else x
                     gate = None if gate is None else gate[logits_index]
                     step = step.wanted
-                attended = self.attend(index, q, call, step)
+                if q is None:
+                    attended = self.mix(index, qkv, turns, call)
+                else:
+                    attended = self.attend(index, q, call, step)
                 if gate is not None:
                     attended = kernels.gate_heads(attended, gate)
                 y = products.plain(attended, layer.output)
@@ -404,17 +418,38 @@ class FusedDecoder:
                 found.append(Turns(*angles, by_position=False))
         return tuple(found)
 
+    def mix(self, index: int, qkv: Tensor, turns: Sequence[Turns], call: StepCall) -> Tensor:
+        """Writes keys and values of qkv [T, (Hq + 2 Hkv) * head_dim], and attends with its queries.
+
+        qkv: as in `enter`. Returns [T, num_q_heads * head_dim].
+        """
+        layer, step = self.model.layers[index], call.step_of(index)
+        assert isinstance(layer, Layer)
+        backend, cache = call.backends[index], call.pool[index]
+        heads = self._heads(layer, qkv, turns, backend)
+        if isinstance(backend, RotatingWriter) and heads.rotation and layer.position_scale is None:
+            found = backend.attend_rotated(cache, heads.qkv, heads.rotation, step, layer.params)
+            if found is not None:
+                return found.reshape(len(qkv), -1)
+        return self.attend(index, self._entered(index, heads, call), call, call.step)
+
     def enter(self, index: int, qkv: Tensor, turns: Sequence[Turns], call: StepCall) -> Tensor:
         """Splits qkv [T, (Hq + 2 Hkv) * head_dim], writes keys and values, and returns rotated queries.
 
         qkv of a gated layer has Hq heads more, its gates. Returns [T, num_q_heads, head_dim].
         """
-        layer, step = self.model.layers[index], call.step_of(index)
+        layer = self.model.layers[index]
         assert isinstance(layer, Layer)
-        backend, cache = call.backends[index], call.pool[index]
+        return self._entered(index, self._heads(layer, qkv, turns, call.backends[index]), call)
+
+    def _heads(
+        self, layer: Layer, qkv: Tensor, turns: Sequence[Turns], backend: AttentionBackend
+    ) -> _Heads:
+        """Prepares qkv [T, (Hq + 2 Hkv) * head_dim] of a layer for its rotation, by the backend if it can."""
         norms, turn = layer.qk_norms, self._nothing
+        rotates = isinstance(backend, RotatingWriter)
         by_heads = norms is None or norms.of_heads
-        gated = layer.gated and by_heads and isinstance(backend, RotatingWriter)
+        gated = layer.gated and by_heads and rotates
         if layer.gated and not gated:
             qkv = without_gates(qkv, layer)
         if layer.by_head:
@@ -427,7 +462,8 @@ class FusedDecoder:
             qkv, norms = self.kernels.norm_whole(qkv, *widths, norms), None
         if layer.clip is not None:
             qkv = qkv.clamp(-layer.clip, layer.clip)
-        if isinstance(backend, RotatingWriter) and (norms is None or norms.of_heads):
+        rotation = None
+        if rotates and (norms is None or norms.of_heads):
             rotation = HeadRotation(
                 turn.cos, turn.sin, turn.by_position,
                 q_weight=None if norms is None else norms.q.weight,
@@ -437,11 +473,21 @@ class FusedDecoder:
                 neighbours=layer.pairing is Pairing.NEIGHBOURS,
                 gated=gated,
             )  # fmt: skip
-            q = backend.write_rotated(cache, qkv, rotation, step)
+        return _Heads(qkv, norms, turn, rotation)
+
+    def _entered(self, index: int, heads: _Heads, call: StepCall) -> Tensor:
+        """Writes keys and values; returns rotated queries [T, num_q_heads, head_dim]."""
+        layer, step = self.model.layers[index], call.step_of(index)
+        assert isinstance(layer, Layer)
+        backend, cache = call.backends[index], call.pool[index]
+        if heads.rotation is not None:
+            assert isinstance(backend, RotatingWriter)
+            q = backend.write_rotated(cache, heads.qkv, heads.rotation, step)
             return _scaled(q, layer.position_scale, step)
         q, k, v = self.kernels.rotate(
-            qkv, *turn.of(step), layer.num_q_heads, layer.num_kv_heads, norms, layer.pairing
-        )
+            heads.qkv, *heads.turn.of(step), layer.num_q_heads, layer.num_kv_heads, heads.norms,
+            layer.pairing,
+        )  # fmt: skip
         backend.write(cache, k, v, step)
         return _scaled(q, layer.position_scale, step)
 
@@ -512,6 +558,19 @@ def _scaled(q: Tensor, scale: tuple[float, float] | None, step: Step) -> Tensor:
     beta, length = scale
     factor = 1 + beta * torch.log(1 + torch.floor(step.positions / length))
     return q * factor[:, None, None].to(q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """A layer's qkv [T, (Hq + 2 Hkv) * head_dim] before its norms and its rotation.
+
+    rotation: what a backend that rotates is told; None if it cannot.
+    """
+
+    qkv: Tensor
+    norms: QKNorms | None
+    turn: Turns
+    rotation: HeadRotation | None
 
 
 @dataclass(frozen=True, slots=True)

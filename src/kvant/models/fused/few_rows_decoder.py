@@ -172,7 +172,7 @@ class FewRowsDecoder:
             else:
                 assert isinstance(layer, Layer), "folded layers keep keys and values"
                 qkv = folded.normed(stream, layer.qkv)
-                mixed = fused.attend(index, fused.enter(index, qkv, turns, call), call, call.step)
+                mixed = fused.mix(index, qkv, turns, call)
                 gates = gates_of(qkv, layer)
                 mixed = mixed if gates is None else fused.kernels.gate_heads(mixed, gates)
                 stream = folded.added(mixed, layer.output, stream, weight_of(layer.ffn_in))

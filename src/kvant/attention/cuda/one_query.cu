@@ -1,0 +1,429 @@
+// Attention of one query per sequence over keys and values in 16 bits, for sm_90a: decode steps of short contexts.
+// one_query.py compiles it, behind hopper.cuh.
+//
+// A cluster of CLUSTER programs has one sequence and one KV head. Their warps share the stored tokens in chunks of
+// 16, each warp for itself: it copies rows to shared memory, STAGES chunks ahead, and keeps its own softmax.
+// - Only the newest token's row is written in this step. So a warp copies all other rows of its first chunks while
+//   the kernels before still run, and only the newest row afterwards.
+// - ROTATES: q, k and v come as one product. Programs normalise and rotate the heads, as rotated_store.py does, and
+//   one of the cluster stores the newest row and has it in shared memory.
+// - Tokens are the 16 rows of a matrix product, heads of the group its 8 columns.
+// - Warps join their parts in shared memory. Programs then send theirs to the program that writes these columns.
+
+constexpr int ROW = HEAD * 2;          // bytes of a stored row
+constexpr int PITCH = ROW + 16;        // of a row in shared memory: eight rows have different banks
+constexpr int CHUNK = 16;              // tokens
+constexpr int STAGE = 2 * CHUNK * PITCH;  // keys, then values
+constexpr int STEPS = HEAD / 16;
+constexpr int PART = HEAD + 4;         // floats of a row of a warp's result
+constexpr int COLUMNS = 8;             // heads of a product
+constexpr int SLICE = GROUP * HEAD / CLUSTER;  // numbers that a program writes
+constexpr float LOG2E = 1.4426950408889634f;
+static_assert(GROUP <= COLUMNS && SLICE % 4 == 0 && CLUSTER <= STEPS * 4, "");
+static_assert(WARPS * STAGES * STAGE == SHARED_BYTES, "one_query.py counts as this file does");
+
+__device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if (BFLOAT16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u32 transposed(u32 x) {  // of a block of 8 x 8 numbers of 16 bits
+  u32 d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+  return d;
+}
+__device__ __forceinline__ void expect(u32 counter, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(counter), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_row(u32 to, const u8* from, u32 counter) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(ROW), "r"(counter) : "memory");
+}
+__device__ __forceinline__ u32 in_program(u32 at, int rank) {  // the same place in another program's shared memory
+  u32 d;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(d) : "r"(at), "r"(rank));
+  return d;
+}
+__device__ __forceinline__ void send(u32 to, float4 x) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ void send(u32 to, float2 x) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+#if ROTATES
+constexpr int WORDS = HEAD / 64;  // of two numbers, that a lane has of a row: columns 2 lane + 64 j and the next
+constexpr int HALF = ROTARY / 2;
+constexpr int ROWS = GROUP + 2;   // queries, then the key and the value if this program stores them
+constexpr int ROUNDS = (ROWS + WARPS - 1) / WARPS;
+enum { NO_NORM, ROUNDED, WIDE, ONE };  // as in rotated_store.py
+
+__device__ __forceinline__ float rounded(float x) {
+  float y, z;
+  unpack_16_bit(y, z, pack_16_bit(x, x));
+  return y;
+}
+__device__ __forceinline__ float weighted(float x, float scale, float w) {
+  if (NORM == NO_NORM) return x;
+  x *= scale;
+  if (NORM == ROUNDED) x = rounded(x);
+  return rounded(x * (NORM == ONE ? w + 1.0f : w));
+}
+// The column whose number a column's number is rotated with.
+__device__ __forceinline__ int partner_of(int column) {
+  if (NEIGHBOURS || column >= ROTARY) return column;  // then both lie in one word
+  return column < HALF ? column + HALF : column - HALF;
+}
+struct Angles { float cos[WORDS][2], sin[WORDS][2]; };
+__device__ __forceinline__ void read_angles(float (&to)[2], const void* table, long long place, int column) {
+  const int angle = NEIGHBOURS ? column / 2 : column < HALF ? column : column - HALF;
+  const long long at = place * HALF + angle;
+  if (ANGLE_BYTES == 4) {
+    to[0] = ((const float*)table)[at];
+    to[1] = NEIGHBOURS ? to[0] : ((const float*)table)[at + 1];
+  } else if (NEIGHBOURS) {
+    float none;
+    unpack_16_bit(to[0], none, ((const u16*)table)[at]);
+    to[1] = to[0];
+  } else {
+    unpack_16_bit(to[0], to[1], *(const u32*)((const u16*)table + at));
+  }
+}
+__device__ __forceinline__ Angles angles_of(const void* cos, const void* sin, long long place, int lane) {
+  Angles a;
+#pragma unroll
+  for (int j = 0; j < WORDS; ++j) {
+    const int column = 2 * lane + 64 * j;
+    a.cos[j][0] = a.cos[j][1] = 1.0f;
+    a.sin[j][0] = a.sin[j][1] = 0.0f;
+    if (column < ROTARY) {
+      read_angles(a.cos[j], cos, place, column);
+      read_angles(a.sin[j], sin, place, column);
+    }
+  }
+  return a;
+}
+// Word j of a row: normalised with weights w and rotated with the numbers y at its partners, whose weights are v.
+__device__ __forceinline__ u32 turned(u32 x, u32 y, u32 w, u32 v, float scale, const Angles& a, int j, int lane) {
+  const int column = 2 * lane + 64 * j;
+  float x0, x1, y0, y1, w0, w1, v0, v1;
+  unpack_16_bit(x0, x1, x);
+  unpack_16_bit(y0, y1, y);
+  unpack_16_bit(w0, w1, w);
+  unpack_16_bit(v0, v1, v);
+  x0 = weighted(x0, scale, w0);
+  x1 = weighted(x1, scale, w1);
+  y0 = weighted(y0, scale, v0);
+  y1 = weighted(y1, scale, v1);
+  if (column >= ROTARY) return pack_16_bit(x0, x1);
+  if (NEIGHBOURS) return pack_16_bit(x0 * a.cos[j][0] - x1 * a.sin[j][0], x1 * a.cos[j][1] + x0 * a.sin[j][1]);
+  const float sign = column < HALF ? -1.0f : 1.0f;
+  return pack_16_bit(x0 * a.cos[j][0] + sign * y0 * a.sin[j][0], x1 * a.cos[j][1] + sign * y1 * a.sin[j][1]);
+}
+#endif
+
+__device__ __forceinline__ float over_tokens(float x, bool largest) {  // of the eight lanes that share heads
+#pragma unroll
+  for (int k = 4; k < 32; k <<= 1) {
+    const float y = __shfl_xor_sync(~0u, x, k);
+    x = largest ? fmaxf(x, y) : x + y;
+  }
+  return x;
+}
+__device__ __forceinline__ float sink_of(const void* sinks, int kind, int head) {  // kinds: _SINKS of one_query.py
+  if (kind == 1) return ((const float*)sinks)[head];
+  if (kind == 2) return __uint_as_float((u32)((const u16*)sinks)[head] << 16);
+  return float_of(((const u16*)sinks)[head]);
+}
+
+// Adds up parts of a row: top: largest score of all parts, base 2; -infinity has no weight, and NaN stays NaN.
+__device__ __forceinline__ float weight(float part, float top) { return part == -INFINITY_ ? 0.0f : ex2(part - top); }
+__device__ __forceinline__ void add(float4& to, float by, float4 x) {
+  to.x += by * x.x; to.y += by * x.y; to.z += by * x.z; to.w += by * x.w;
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(32 * WARPS)
+one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_codes, const u8* v_codes,
+          int page_bytes, const void* sinks, int sink_kind, u16* out, const int* cu, const int* lens,
+          const int* __restrict__ page_table, long long max_pages, int num_tokens, int num_seqs, float softmax_scale, int window,
+          const void* __restrict__ cos, const void* __restrict__ sin, const long long* positions, const long long* slots,
+          const u16* __restrict__ q_weight, const u16* __restrict__ k_weight, float eps) {
+  extern __shared__ __align__(128) u8 smem[];
+  __shared__ __align__(8) u64 landed[WARPS][STAGES];
+  __shared__ float2 of_warps[WARPS][COLUMNS];                       // top and sum of a warp's rows
+  __shared__ __align__(16) float received[CLUSTER][SLICE];          // from all programs
+  __shared__ __align__(8) float2 received_of[CLUSTER][COLUMNS];
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (CLUSTER > 1) cluster_arrive();  // later: all programs have begun, and their memory may be written
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+  const int rank = blockIdx.x % CLUSTER, head = blockIdx.x / CLUSTER, seq = blockIdx.y;
+
+  // ---- this warp's chunks: every SLOTS-th one
+  constexpr int SLOTS = CLUSTER * WARPS;
+  const int slot = warp * CLUSTER + rank;
+  const int length = lens[seq];
+  const int begin = window > 0 ? max(length - window, 0) : 0;
+  const int first = begin / CHUNK, chunks = (length + CHUNK - 1) / CHUNK - first;
+  const int mine = chunks > slot ? (chunks - slot + SLOTS - 1) / SLOTS : 0;
+  const int* table = page_table + seq * max_pages;
+  const u8* codes = (lane < CHUNK ? k_codes : v_codes) + head * ROW;
+  const u32 ring = smem_of(smem) + warp * (STAGES * STAGE), counters = smem_of(landed[warp]);
+  const u32 my_row = ring + lane * PITCH;
+
+  // Lanes without a token of the chunk that the query sees have another's row: it is finite, and gets no weight.
+  auto token_of = [&](int i) { return min(max((first + slot + i * SLOTS) * CHUNK + lane % CHUNK, begin), length - 1); };
+  auto row_at = [&](int token, int page) { return row_of(codes, page, page_bytes) + token % PAGE * (HEADS * ROW); };
+
+  int pages[STAGES];
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) pages[i] = i < mine ? table[token_of(i) / PAGE] : 0;
+  int page = STAGES < mine ? table[token_of(STAGES) / PAGE] : 0;
+  // With ROTATES the newest row is not copied: it comes from `newest`.
+  auto is_newest = [&](int i) { return token_of(i) == length - 1; };
+  auto expect_chunk = [&](int i, int stage) {
+    const int rows = ROTATES ? __popc(__ballot_sync(~0u, !is_newest(i))) : 2 * CHUNK;
+    if (lane == 0) expect(counters + 8 * stage, rows * ROW);
+    __syncwarp();
+  };
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) make_counter(counters + 8 * i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i) {
+    if (i < mine) {
+      expect_chunk(i, i);
+      if (!is_newest(i)) copy_row(my_row + i * STAGE, row_at(token_of(i), pages[i]), counters + 8 * i);
+    }
+  }
+
+  u32 q[STEPS][2];  // head g, columns 2 t, 2 t + 1 and those 8 behind them
+#if ROTATES
+  // ---- heads of the newest token: row r of GROUP + 2 belongs to warp r % WARPS
+  __shared__ __align__(16) u16 heads[ROWS][HEAD + 8];
+  const int token = seq;
+  const bool there = true, stores = chunks > 0 && (chunks - 1) % SLOTS % CLUSTER == rank;
+  const long long slot_of_newest = slots[token];
+  const u16* rows[ROUNDS];
+  u32 x[ROUNDS][WORDS], y[ROUNDS][WORDS], w[ROUNDS][WORDS], v[ROUNDS][WORDS];
+#pragma unroll
+  for (int n = 0; n < ROUNDS; ++n) {
+    const int r = warp + n * WARPS, behind = HEADS * GROUP * Q_STEP;
+    rows[n] = q_ptr + token * q_token
+        + (r < GROUP ? (head * GROUP + r) * Q_STEP : r == GROUP ? behind + head : behind + HEADS + head) * HEAD;
+    const u16* weights = r < GROUP ? q_weight : k_weight;
+#pragma unroll
+    for (int j = 0; j < WORDS; ++j) {
+      const int column = 2 * lane + 64 * j;
+      w[n][j] = NORM ? *(const u32*)(weights + column) : 0;
+      v[n][j] = NORM ? *(const u32*)(weights + partner_of(column)) : 0;
+    }
+  }
+  Angles angles;
+  if (BY_POSITION) angles = angles_of(cos, sin, positions[token], lane);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (!BY_POSITION) angles = angles_of(cos, sin, token, lane);
+#pragma unroll
+  for (int n = 0; n < ROUNDS; ++n) {
+    const int r = warp + n * WARPS;
+#pragma unroll
+    for (int j = 0; j < WORDS; ++j) {
+      const int column = 2 * lane + 64 * j;
+      const bool is_read = r < GROUP || (r < ROWS && stores);
+      x[n][j] = is_read ? *(const u32*)(rows[n] + column) : 0;
+      y[n][j] = is_read ? *(const u32*)(rows[n] + partner_of(column)) : 0;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < ROUNDS; ++n) {
+    const int r = warp + n * WARPS;
+    float scale = 1.0f;
+    if (NORM) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < WORDS; ++j) {
+        float a, b;
+        unpack_16_bit(a, b, x[n][j]);
+        sum += a * a + b * b;
+      }
+#pragma unroll
+      for (int k = 1; k < 32; k <<= 1) sum += __shfl_xor_sync(~0u, sum, k);
+      scale = rsqrtf(sum / HEAD + eps);
+    }
+    const bool is_value = r == GROUP + 1, is_stored = r >= GROUP && r < ROWS && stores;
+    u8* to = (u8*)(is_value ? v_codes : k_codes) + head * ROW;
+    if (is_stored && slot_of_newest >= 0)
+      to = (u8*)row_of(to, (u32)(slot_of_newest / PAGE), page_bytes) + slot_of_newest % PAGE * (HEADS * ROW);
+#pragma unroll
+    for (int j = 0; j < WORDS; ++j) {
+      const int column = 2 * lane + 64 * j;
+      const u32 word = is_value ? x[n][j] : turned(x[n][j], y[n][j], w[n][j], v[n][j], scale, angles, j, lane);
+      if (r < GROUP || is_stored) *(u32*)&heads[r][column] = word;
+      if (is_stored && slot_of_newest >= 0) *(u32*)(to + 2 * column) = word;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) q[s][h] = g < GROUP ? *(const u32*)&heads[g][16 * s + 8 * h + 2 * t] : 0;
+#else
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < STAGES; ++i)
+    if (i < mine && is_newest(i)) copy_row(my_row + i * STAGE, row_at(token_of(i), pages[i]), counters + 8 * i);
+  const int token = cu[seq];
+  const bool there = cu[seq + 1] > token;
+  {
+    const u16* from = q_ptr + token * q_token + (long long)(head * GROUP + g) * q_head + 2 * t;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) q[s][h] = there && g < GROUP ? *(const u32*)(from + 16 * s + 8 * h) : 0;
+  }
+#endif
+
+  // ---- chunks: scores [16 tokens, 8 heads], results [16 columns, 8 heads] for each 16 columns
+  const float factor = softmax_scale * LOG2E;
+  const u32 k_at = ring + lane % 16 * PITCH + lane / 16 * 16;
+  const u32 v_at = ring + CHUNK * PITCH + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
+  float top[2] = {-INFINITY_, -INFINITY_}, sum[2] = {0.0f, 0.0f}, acc[STEPS][4];
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) acc[s][0] = acc[s][1] = acc[s][2] = acc[s][3] = 0.0f;
+  u32 parity = 0;
+  for (int i = 0, stage = 0; i < mine; ++i) {
+    wait_for(counters + 8 * stage, parity);
+#if ROTATES
+    if (slot + i * SLOTS == chunks - 1) {
+      if (is_newest(i)) {
+        const uint4* from = (const uint4*)heads[GROUP + lane / CHUNK];
+        uint4* to = (uint4*)(smem + (my_row + stage * STAGE - smem_of(smem)));
+#pragma unroll 4
+        for (int n = 0; n < ROW / 16; ++n) to[n] = from[n];
+      }
+      __syncwarp();
+    }
+#endif
+    float even[4] = {0.0f, 0.0f, 0.0f, 0.0f}, odd[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      u32 a[4];
+      ldsm(a, k_at + stage * STAGE + 32 * s);
+      multiply(s % 2 ? odd : even, a, q[s][0], q[s][1]);
+    }
+    const int at = (first + slot + i * SLOTS) * CHUNK + g;
+    float p[4], fade[2];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) {
+      const int place = at + x / 2 * 8;
+      p[x] = place >= begin && place < length ? (even[x] + odd[x]) * factor : -INFINITY_;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float higher = fmaxf(top[h], over_tokens(fmaxf(p[h], p[h + 2]), true));
+      fade[h] = ex2(top[h] - higher);
+      top[h] = higher;
+      p[h] = ex2(p[h] - higher);
+      p[h + 2] = ex2(p[h + 2] - higher);
+      sum[h] = sum[h] * fade[h] + (p[h] + p[h + 2]);
+    }
+    const u32 b0 = transposed(pack_16_bit(p[0], p[1])), b1 = transposed(pack_16_bit(p[2], p[3]));
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      u32 a[4];
+      ldsm_t(a, v_at + stage * STAGE + 32 * s);
+#pragma unroll
+      for (int x = 0; x < 4; ++x) acc[s][x] *= fade[x % 2];
+      multiply(acc[s], a, b0, b1);
+    }
+    __syncwarp();  // all lanes have read the chunk
+    if (i + STAGES < mine) {
+      expect_chunk(i + STAGES, stage);
+      if (!ROTATES || !is_newest(i + STAGES))
+        copy_row(my_row + stage * STAGE, row_at(token_of(i + STAGES), page), counters + 8 * stage);
+      if (i + STAGES + 1 < mine) page = table[token_of(i + STAGES + 1) / PAGE];
+    }
+    if (++stage == STAGES) { stage = 0; parity ^= 1; }
+  }
+
+  // ---- the warps' parts, in place of their chunks
+  float* const part = (float*)(smem + warp * (STAGES * STAGE));
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    sum[h] = over_tokens(sum[h], false);
+    if (g == 0) of_warps[warp][2 * t + h] = make_float2(top[h], sum[h]);
+    if (2 * t + h < GROUP) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        part[(2 * t + h) * PART + 16 * s + g] = acc[s][h];
+        part[(2 * t + h) * PART + 16 * s + 8 + g] = acc[s][2 + h];
+      }
+    }
+  }
+  __syncthreads();
+  if (CLUSTER > 1) cluster_wait();
+
+  auto write = [&](int h, int column, float2 both, float4 x) {  // both: top and sum
+    float by = 1.0f;
+    if (sinks) {
+      const float sink = sink_of(sinks, sink_kind, head * GROUP + h) * LOG2E, higher = fmaxf(both.x, sink);
+      by = weight(both.x, higher);
+      both.y = both.y * by + ex2(sink - higher);
+    }
+    by = both.y > 0.0f ? by / both.y : 0.0f * both.y;
+    u16* to = out + ((long long)token * (HEADS * GROUP) + head * GROUP + h) * HEAD + column;
+    if (there) *(uint2*)to = make_uint2(pack_16_bit(x.x * by, x.y * by), pack_16_bit(x.z * by, x.w * by));
+  };
+
+  for (int unit = tid; unit < GROUP * HEAD / 4; unit += 32 * WARPS) {
+    const int h = unit / (HEAD / 4), column = unit % (HEAD / 4) * 4;
+    float2 both = make_float2(-INFINITY_, 0.0f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) both.x = fmaxf(both.x, of_warps[w][h].x);
+    float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float by = weight(of_warps[w][h].x, both.x);
+      both.y += by * of_warps[w][h].y;
+      add(x, by, *(const float4*)((const float*)(smem + w * (STAGES * STAGE)) + h * PART + column));
+    }
+    if (CLUSTER == 1) {
+      write(h, column, both, x);
+    } else {
+      const int to = unit * 4 / SLICE;
+      send(in_program(smem_of(&received[rank][unit * 4 % SLICE]), to), x);
+      if (column / 4 < CLUSTER) send(in_program(smem_of(&received_of[rank][h]), column / 4), both);
+    }
+  }
+  if (CLUSTER > 1) {
+    cluster_arrive();
+    cluster_wait();
+    for (int unit = tid; unit < SLICE / 4; unit += 32 * WARPS) {
+      const int h = (rank * SLICE + unit * 4) / HEAD, column = (rank * SLICE + unit * 4) % HEAD;
+      float2 both = make_float2(-INFINITY_, 0.0f);
+#pragma unroll
+      for (int r = 0; r < CLUSTER; ++r) both.x = fmaxf(both.x, received_of[r][h].x);
+      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+      for (int r = 0; r < CLUSTER; ++r) {
+        const float by = weight(received_of[r][h].x, both.x);
+        both.y += by * received_of[r][h].y;
+        add(x, by, *(const float4*)&received[r][unit * 4]);
+      }
+      write(h, column, both, x);
+    }
+  }
+
+  // ---- tokens of no sequence
+  if (rank == 0)
+    for (int other = cu[num_seqs] + seq; other < num_tokens; other += num_seqs)
+      for (int unit = tid; unit < GROUP * HEAD / 4; unit += 32 * WARPS)
+        *(uint2*)(out + ((long long)other * HEADS + head) * (GROUP * HEAD) + unit * 4) = make_uint2(0, 0);
+}

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from kvant.attention.base import Step
+from kvant.attention.base import ShortSteps, Step
 from kvant.engine.engine import Engine
 from kvant.engine.result import Progress, Result
 from kvant.execution.batch import Batch, Drafts, Launched, Outcome
@@ -33,6 +33,8 @@ from tests.engine.fakes import EOS, UNWRITTEN, VOCAB, RememberingRunner, finish,
 from tests.speculative.recorded import Again
 
 PAGE = 4
+SHORT = ShortSteps(tokens=24, seqs=4)
+"""Decodes that are recorded a second time."""
 
 
 class RecordedRunner(RememberingRunner):
@@ -51,6 +53,7 @@ class RecordedRunner(RememberingRunner):
         self._rewrites = bool(num_drafts)
         self._to_clear: Sequence[Sequence[int]] = ()
         self.num_cleared = Counter[str]()
+        self.longest = Counter[int]()
         self._wrong_every = wrong_every
         self.graphs = StepGraphs(
             self._forward,
@@ -64,6 +67,7 @@ class RecordedRunner(RememberingRunner):
             draft=self._draft if num_drafts else None,
             num_drafts=num_drafts,
             eraser=None if num_drafts else self,
+            short=SHORT,
         )
         self.graphs.capture()
 
@@ -97,6 +101,9 @@ class RecordedRunner(RememberingRunner):
 
     def _forward(self, ids: Tensor, step: Step, index: Tensor) -> Tensor:
         flat = self.stored.view(-1)
+        assert step.seqlens_kv.max() <= step.max_seqlen_kv
+        if step.seqlens_kv.any():
+            self.longest[step.max_seqlen_kv] += 1
         for token, slot in zip(ids.tolist(), step.slot_mapping.tolist(), strict=True):
             if slot >= 0:
                 assert slot >= PAGE, "the scratch page is written by a request"

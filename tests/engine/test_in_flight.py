@@ -38,6 +38,7 @@ from kvant.scheduling.scheduler import Schedule, Scheduler
 from tests.engine.fakes import EOS, VOCAB, answer, finish
 from tests.engine.in_flight import (
     PAGE,
+    SHORT,
     Admissions,
     alone,
     make,
@@ -620,6 +621,20 @@ def test_logits_of_all_recorded_steps_lie_in_one_place() -> None:
     assert {logits.data_ptr() for logits in made} == {made[0].data_ptr()}
     assert {logits.dtype for logits in made} == {torch.float32}
     assert graphs.logits.rows(1).data_ptr() == made[0].data_ptr(), "where mixed steps leave theirs"
+
+
+def test_steps_of_few_short_contexts_run_as_such() -> None:
+    engine, runner = make(200, seqs=6, longest=60)
+    engine.submit([5, 6, 7], greedy(40))
+    finish(engine)
+    steps = SHORT.tokens - 3, 3 + 40 - SHORT.tokens - 1
+    assert runner.longest == {SHORT.tokens: steps[0], 60: steps[1]}
+    for _ in range(SHORT.seqs + 1):
+        engine.submit([5, 6, 7], greedy(8))
+    before = runner.longest[SHORT.tokens]
+    for _ in range(3):
+        engine.step()
+    assert runner.longest[SHORT.tokens] == before
 
 
 # -- what happens while a step is in flight ------------------------------------------------------

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.attention.base import Step, through
+from kvant.attention.base import ShortSteps, Step, through
 from kvant.attention.need import LONG
 from kvant.execution.batch import (
     Batch,
@@ -120,7 +120,8 @@ class StepGraphs:
     forward: the model. max_num_batched_tokens: the most tokens of a mixed graph; 0 records none. draft: the
     proposer's `draft`. num_drafts: the numbers of drafts to record decodes for. run: computes the logits
     [rows, vocab_size] of a batch without a graph, from the batch and its ids [T] int64 on the device.
-    eraser: clears pages in `launch`. short_piece: see `kvant.plan.graph_sizes.short_piece`.
+    eraser: clears pages in `launch`. short_piece: see `kvant.plan.graph_sizes.short_piece`. short: decodes
+    that are recorded a second time, because attention is faster if it knows that contexts are short.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class StepGraphs:
         num_drafts: Sequence[int] = (),
         eraser: Eraser | None = None,
         short_piece: int = 0,
+        short: ShortSteps | None = None,
     ) -> None:
         assert draft is not None or not num_drafts
         self._eraser = eraser
@@ -148,6 +150,7 @@ class StepGraphs:
         self._sizes = {k: draft_sizes(k, most_seqs) for k in sorted(num_drafts, reverse=True)}
         self._sizes[0] = batch_sizes(most_seqs)
         self._sizes = {k: sizes for k, sizes in self._sizes.items() if sizes}
+        self._short = short
         most_rows = max((1 + k) * sizes[-1] for k, sizes in self._sizes.items())
         max_pages = -(-max_model_len // page_size)
         self.state = DeviceState(most_seqs, max_pages, device, num_groups)
@@ -167,7 +170,7 @@ class StepGraphs:
         # Two: one step may be in flight while the next one is written.
         self._staging = [_Staging(recorder, most_seqs, most_rows, room) for _ in range(2)]
         self._turn = 0
-        self._decodes: dict[tuple[int, int], _Graph] = {}
+        self._decodes: dict[tuple[int, int, int], _Graph] = {}
         self._choosers: dict[int, _Graph] = {}
 
     def capture(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -177,20 +180,32 @@ class StepGraphs:
         """
         self._numbers[_ROWS] = self.state.padding_row
         self._numbers[_INDEX] = -1
-        wanted = [(size, k) for k, sizes in self._sizes.items() for size in sizes]
+        wanted = [
+            (size, k, longest)
+            for k, sizes in self._sizes.items()
+            for size in sizes
+            for longest in self._longest(size, k)
+        ]
         most = self._sizes[0][-1]
         choosers = {min(_FEW, most), most}
         total = len(wanted) + len(choosers) + (0 if self._mixed is None else self._mixed.num_sizes)
         done = count(1)
-        for size, k in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
-            run = partial(self._run_decodes, size, k)
-            self._decodes[size, k] = self._record(run, size, draws=not k)
+        for size, k, longest in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
+            run = partial(self._run_decodes, size, k, longest)
+            self._decodes[size, k, longest] = self._record(run, size, draws=not k)
             told(next(done), total)
         for size in choosers:
             self._choosers[size] = self._record(partial(self._choose, size), size, draws=True)
             told(next(done), total)
         if self._mixed is not None:
             self._mixed.capture(self._recorder, lambda: told(next(done), total))
+
+    def _longest(self, size: int, k: int) -> list[int]:
+        """Returns the longest contexts for which decodes are recorded, ascending."""
+        short = self._short
+        if k or short is None or size > short.seqs or short.tokens >= self._max_model_len:
+            return [self._max_model_len]
+        return [short.tokens, self._max_model_len]
 
     def num_drafts(self, num_sequences: int) -> list[int]:
         """Returns the numbers of drafts for which decodes of `num_sequences` sequences are recorded."""
@@ -256,7 +271,11 @@ class StepGraphs:
         if pages := listed(cleared):
             host[_CLEARED, : len(pages)] = pages
         self._numbers.copy_(staging.numbers, non_blocking=True)
-        graph = self._decodes[size, k]
+        longest = self._max_model_len
+        if schedule.limits is None:
+            stored = int(schedule.starts.max()) + 1
+            longest = next(most for most in self._longest(size, k) if stored <= most)
+        graph = self._decodes[size, k, longest]
         graph.replay()
         if k:  # with rules or sampling, the host decides which drafts are accepted
             is_greedy = bool(table.is_greedy[schedule.rows].all())
@@ -399,8 +418,11 @@ class StepGraphs:
             drawn(parts.choose),
         )  # fmt: skip
 
-    def _run_decodes(self, size: int, k: int) -> tuple[Tensor, Tensor]:
-        """The recorded decode step of `size` sequences with one token and up to k drafts each."""
+    def _run_decodes(self, size: int, k: int, longest: int) -> tuple[Tensor, Tensor]:
+        """The recorded decode step of `size` sequences with one token and up to k drafts each.
+
+        longest: tokens of a sequence in the cache, at most.
+        """
         state, tables = self.state, self._tables[:, :size]
         rows, tokens, starts, counts, limits, index, values, cleared = self._numbers[:, :size]
         if self._eraser is not None:
@@ -411,8 +433,7 @@ class StepGraphs:
             write_pages(state, index, values)
             if not k:
                 ids, step = plain_step(
-                    rows, tokens, starts, counts, limits, state, tables, self._page_size,
-                    self._max_model_len,
+                    rows, tokens, starts, counts, limits, state, tables, self._page_size, longest,
                 )  # fmt: skip
                 logits = self._forward(ids, step, self._places[:size])
                 kept = self.logits.room(logits)
@@ -421,8 +442,7 @@ class StepGraphs:
             there = index >= 0
             state.pages.view(-1).index_put_((index[there],), values[there].to(torch.int32))
         newest, step, owners, is_first, counts = lay_out(
-            rows, tokens, starts, counts, limits, state, tables, k, self._page_size,
-            self._max_model_len,
+            rows, tokens, starts, counts, limits, state, tables, k, self._page_size, longest,
         )  # fmt: skip
         tokens = newest[owners]
         if k:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.backends import load_backends
-from kvant.attention.base import Step, StepCall
+from kvant.attention.base import ShortReader, ShortSteps, Step, StepCall
 from kvant.errors import NotServable
 from kvant.execution.batch import Batch, Drafts, Launched, build_batch, on_host
 from kvant.execution.graphs import Eraser, StepGraphs
@@ -288,9 +289,22 @@ class ModelRunner:
             num_drafts=() if draft is None else num_drafts,
             eraser=self._eraser if self._proposer is None else None,
             short_piece=short_piece(layer.geometry for layer in self.model.plan.layers),
+            short=self._short_steps(),
         )
         graphs.capture(told)
         self._graphs = graphs
+
+    def _short_steps(self) -> ShortSteps | None:
+        """Returns the short decode steps for which most layers have a kernel of their own, if any."""
+        plan = self.pool.plan
+        compute = getattr(torch, plan.compute_dtype.value)
+        found = Counter[ShortSteps | None]()
+        for layer in plan.layers:
+            place = layer.geometry.index
+            backend = self._backends[place]
+            if layer.k is not None and isinstance(backend, ShortReader):
+                found[backend.short_steps(self.pool[place], compute)] += 1
+        return found.most_common(1)[0][0] if found else None
 
     def _forward(self, input_ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
         """Returns logits [m, vocab_size] in the compute dtype, or hidden states of an engine that embeds."""

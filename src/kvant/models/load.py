@@ -35,6 +35,7 @@ from kvant.models.classes import attending, auto_class, settle_outputs
 from kvant.models.directory import CONFIG_NAME, GENERATION_NAME, ends_of_text
 from kvant.models.finite import check_finite
 from kvant.models.forward_info import ForwardChoice
+from kvant.models.geometry.weight_methods import with_declaration
 from kvant.models.key_rounding import read_rounding
 from kvant.models.loaded import LoadedModel
 from kvant.models.narrow import NarrowConfig, make_narrow, round_activations
@@ -138,7 +139,7 @@ def _load_module(
         cut = {} if divided is None else divided.cut
         narrow = NarrowConfig(path, asked=rounded, stored=stored, cut=cut)
     elif divided is None:
-        decoded = decoded_here(read_json_object(path / CONFIG_NAME))
+        decoded = decoded_here(with_declaration(read_json_object(path / CONFIG_NAME), path))
         if decoded is not None:
             narrow = NarrowConfig(path, stored=decoded, widened=compute)
     is_left = stored is None and (narrow is None or rounded is not None)  # to transformers

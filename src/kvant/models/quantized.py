@@ -22,6 +22,7 @@ from kvant.models.geometry.weight_methods import (
     is_modelopt,
     method_of,
     refuse_weights,
+    with_method,
 )
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -54,6 +55,7 @@ def leave_weights_only(config: PreTrainedConfig, *, keep: bool = True) -> None:
         return
     if method_of(declared) in COMPRESSED_TENSORS:
         kept = {key: value for key, value in declared.items() if key != "kv_cache_scheme"}
+        kept["quant_method"] = COMPRESSED_TENSORS[0]  # the spelling that transformers knows
         _set(holder, kept if kept.get("config_groups") else None)
     elif is_modelopt(declared):
         _set(holder, None)
@@ -112,7 +114,7 @@ def _declaration(config: PreTrainedConfig) -> tuple[PreTrainedConfig, dict[str, 
                 declared = declared.to_dict()
             if key == "compression_config":  # compressed-tensors' former name
                 delattr(holder, key)
-                declared = {"quant_method": "compressed-tensors", **declared}
+                declared = with_method(declared)
                 holder.quantization_config = declared
             return holder, declared
     return config, None

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, ModelGeometry
@@ -28,7 +27,7 @@ from kvant.models.geometry.families import (
 from kvant.models.geometry.family import Family
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, WeightKind, embedding, other, vector
-from kvant.models.geometry.weight_methods import MODELOPT_FILE
+from kvant.models.geometry.weight_methods import with_declaration
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
 from kvant.models.quantization import OnGPU, Quantization, quantized_bytes
 
@@ -87,7 +86,7 @@ def read_stored_weights(
     directory: Path, config: Mapping[str, Any], headers: Sequence[Header] | None
 ) -> StoredWeights:
     """Reads the sizes in `directory`. headers: of its weight files, None without any."""
-    recipe = _with_modelopt(directory, config)
+    recipe = with_declaration(config, directory)
     if headers is None:
         return StoredWeights(None, find_weight_files(directory).total_bytes, recipe)
     sizes: Counter[str] = Counter()
@@ -296,14 +295,3 @@ def _loaded(
         else size * ELEMENT_BYTES[compute] // WIDE_BYTES[dtype]
         for dtype, size in stored.items()
     }
-
-
-def _with_modelopt(directory: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the config, with the recipe that ModelOpt keeps in a separate file."""
-    path = directory / MODELOPT_FILE
-    if "quantization_config" in config or not path.is_file():
-        return config
-    recipe = read_json_object(path).get("quantization")
-    if not isinstance(recipe, dict):
-        return config
-    return {**config, "quantization_config": {**recipe, "quant_method": "modelopt"}}

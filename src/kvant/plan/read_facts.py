@@ -16,7 +16,7 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.models.directory import CONFIG_NAME
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry.mixtures import refuse_lacking_experts
-from kvant.models.geometry.weight_methods import refuse_weights
+from kvant.models.geometry.weight_methods import refuse_weights, with_declaration
 from kvant.models.geometry.weight_recipe import are_decoded
 from kvant.models.local import LocalModel, ModelSource, Progress
 from kvant.models.locate import locate
@@ -106,12 +106,13 @@ def keeps_blocks(request: PlanRequest) -> bool:
 
 
 def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> ModelFacts:
-    config = read_json_object(local.path / CONFIG_NAME)
+    published = read_json_object(local.path / CONFIG_NAME)
     headers = read_headers(local.path)
     if local.source in (ModelSource.GGUF, ModelSource.DEMO):
         checkpoint = CheckpointKV(checked=True)  # these files never say anything about KV
     else:
-        checkpoint = read_checkpoint(local.path, config, headers)
+        checkpoint = read_checkpoint(local.path, published, headers)
+    config = with_declaration(published, local.path)
     weights = read_stored_weights(local.path, config, headers)
     ours = decoded_here(config) is not None
     decoded = ours or are_decoded(config, device)
@@ -123,7 +124,7 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
     refusal = refusal or refuse_unreadable(config)
     if refusal is None and not ours and not _are_kept(config, shape.geometry, device):
-        refusal = refuse_weights(config, local.path, device)
+        refusal = refuse_weights(published, local.path, device)
     tensors = None
     if headers is not None:
         tensors = {

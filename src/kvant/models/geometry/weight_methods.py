@@ -16,6 +16,7 @@ from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, ConfigError, NotServable, WayOut
+from kvant.kv.checkpoint.json_file import read_json_object
 
 MODELOPT_FILE = "hf_quant_config.json"
 COMPRESSED_TENSORS = ("compressed-tensors", "compressed_tensors")
@@ -68,8 +69,33 @@ def declared_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None
             return declared
         former = section.get("compression_config")  # compressed-tensors' former name
         if isinstance(former, Mapping):
-            return {"quant_method": "compressed-tensors", **former}
+            return with_method(former)
     return None
+
+
+def with_method(former: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a `compression_config` as `quantization_config` would say it. Old ones hold it inside."""
+    inner = former.get("quantization_config")
+    declared = inner if isinstance(inner, Mapping) else former
+    return {**declared, "quant_method": COMPRESSED_TENSORS[0]}
+
+
+def with_declaration(config: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """Returns a config.json with a `quantization_config`, also where another place says it.
+
+    Other places are compressed-tensors' former name, and ModelOpt's own file. Raises BadCheckpoint for a
+    file that cannot be read.
+    """
+    if config.get("quantization_config") is not None:
+        return config
+    former = config.get("compression_config")
+    if isinstance(former, Mapping):
+        return {**config, "quantization_config": with_method(former)}
+    path = directory / MODELOPT_FILE
+    recipe = read_json_object(path).get("quantization") if path.is_file() else None
+    if not isinstance(recipe, Mapping):
+        return config
+    return {**config, "quantization_config": {**recipe, "quant_method": MODELOPT[0]}}
 
 
 def method_of(declared: Mapping[str, Any]) -> str:

@@ -398,7 +398,6 @@ def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
         ({"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}, "experts"),
         ({"text_config": {"model_type": "qwen2"}}, "several parts"),
         ({"weights": {"num_bits": 1}}, "1-bit"),
-        ({"weights": {"group_size": None}}, "groups of None"),
         ({"weights": {"strategy": "channel", "num_bits": 8}}, "in groups"),
     ],
 )
@@ -448,10 +447,12 @@ def test_a_group_that_does_not_divide_is_refused_by_name(tmp_path: Path) -> None
             {
                 "quant_method": "compressed-tensors", "format": "pack-quantized",
                 "config_groups": {"a": {
-                    "targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group"},
+                    "targets": ["Linear"], "weights": {
+                        "num_bits": 4, "type": "int", "strategy": "group", "group_size": 48,
+                    },
                 }},
             },
-            "groups of None",
+            "groups of 48",
         ),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, "64"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),

@@ -118,7 +118,9 @@ def test_what_a_dialect_lacks_or_spoils_is_named_and_refused(dialect: str, tmp_p
             assert name in str(found.refusal)
 
 
-@pytest.mark.parametrize("dialect", ["modelopt fp8", "ct fp8 static", "fp8 static"])
+@pytest.mark.parametrize(
+    "dialect", ["modelopt fp8", "ct fp8 static", "fp8 static", "autofp8 static"]
+)
 def test_scales_of_activations_are_named_as_unused_with_the_reason(
     dialect: str, tmp_path: Path
 ) -> None:

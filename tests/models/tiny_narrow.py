@@ -285,6 +285,10 @@ DIALECTS: dict[str, tuple[dict[str, Any], Layer]] = {
         {"quant_method": "fp8", "activation_scheme": "static"},
         _static(_fp8((), "weight_scale_inv"), "activation_scale"),
     ),
+    "autofp8 static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        _static(_fp8((), "weight_scale"), "input_scale"),
+    ),
     "modelopt nvfp4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         _nvfp4(("weight", "weight_scale_2"), 0.125, divides=False),

@@ -7,6 +7,7 @@ it. Other quantised checkpoints are decoded by transformers while they are loade
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,17 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
 from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS
+from kvant.models.geometry.weight_names import (
+    by_precedence,
+    exceptions,
+    gptq_left_alone,
+    names_chosen,
+)
 from kvant.models.geometry.weight_recipe import (
+    FP8_LEFT,
     is_sparse,
     linear_groups,
-    names_chosen,
     read_recipe,
-    targets_chosen,
 )
 from kvant.models.quantization import Activations
 from kvant.weights.format import (
@@ -65,6 +71,7 @@ class Stored:
     groups: (which layers' names match, None for all; their scheme). The first match decides. left_alone:
     matches names of layers without narrow weights. activations: the checkpoint's words about activations,
     "" for none. rounding: how products follow it; None if they cannot. words: other names of the formats.
+    exceptions: the field of the quantization_config that lists layers without narrow weights.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
@@ -72,6 +79,16 @@ class Stored:
     activations: str = ""
     words: str = ""
     rounding: Activations | None = None
+    exceptions: str = "ignore"
+
+    def leave_alone(self, layer: str) -> WayOut:
+        """Returns the way out for a layer with 16-bit weights that the declaration makes narrow."""
+        entry = f'"{layer}"'
+        if self.exceptions == "dynamic":
+            entry = json.dumps({f"-:{re.escape(layer)}$": {}})[1:-1]
+        return WayOut(
+            f"if it is meant to be wide, add {entry} to quantization_config.{self.exceptions}"
+        )
 
     @property
     def summary(self) -> str:
@@ -272,6 +289,11 @@ def _check_words(fields: Fields) -> None:
                 _check_word(section, name, known)
             if section.given("group_size") == 0:
                 raise section.bad("group_size", "a group has at least one input")
+        strategy = weights.text("strategy")
+        if strategy in ("group", "tensor_group") and not weights.has("group_size"):
+            raise weights.bad("group_size", "its scales belong to groups of inputs")
+        if strategy == "block" and not weights.has("block_structure"):
+            raise weights.bad("block_structure", "its scales belong to blocks")
         if type(weights.given("actorder")) is not bool:
             _check_word(weights, "actorder", ("weight", "static", "group", "dynamic"))
 
@@ -391,20 +413,23 @@ def numbers_of_experts(config: Mapping[str, Any]) -> int:
 
 
 def _fp8(fields: Fields) -> Stored | NotStored:
-    """Reads DeepSeek's and Qwen's FP8: scales by block or matrix; activations in fp8 by token or layer."""
+    """Reads FP8 of DeepSeek, Qwen and AutoFP8: scales by block or matrix; activations by token or layer."""
     block = fields.integers("weight_block_size", least=1)
     said = fields.text("activation_scheme")
     rounding = Activations.FP8 if said == "dynamic" else None
+    if block is not None and len(block) != 2:
+        raise fields.bad("weight_block_size", "a block has a height and a width")
     if block is None:
-        scheme = Scheme(Dialect.FP8, FP8_TENSOR, rounds_inputs=said == "static")
+        # AutoFP8 names its tensors as compressed-tensors does, and tells itself by this field.
+        dialect = Dialect.FLOAT_QUANTIZED if fields.has("ignored_layers") else Dialect.FP8
+        scheme = Scheme(dialect, FP8_TENSOR, rounds_inputs=said == "static")
         rounding = Activations.FP8_STATIC if scheme.rounds_inputs else rounding
     elif tuple(block) == (128, 128):
         scheme = Scheme(Dialect.FP8, FP8_BLOCK)
     else:
         return NotStored(f"blocks of {shown(block)} are not 128 x 128")
-    names = fields.words("modules_to_not_convert") or ()
     activations = f"8-bit floats, {said}" if said else ""
-    return _whole(scheme, names, activations, rounding)
+    return _whole(scheme, fields, FP8_LEFT, activations, rounding)
 
 
 def _awq(fields: Fields) -> Stored | NotStored:
@@ -414,18 +439,28 @@ def _awq(fields: Fields) -> Stored | NotStored:
                        zero_points=fields.flag("zero_point", True))  # fmt: skip
     if isinstance(scheme, NotStored):
         return scheme
-    return _whole(scheme, fields.words("modules_to_not_convert") or ())
+    return _whole(scheme, fields, ("modules_to_not_convert",))
 
 
 def _gptq(fields: Fields) -> Stored | NotStored:
+    groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
+    for chosen, own in (*exceptions(fields), (None, fields)):
+        if own is None:
+            continue
+        scheme = _gptq_scheme(own)
+        if isinstance(scheme, NotStored):
+            return scheme
+        groups.append((chosen, scheme))
+    return Stored(tuple(groups), gptq_left_alone(fields), exceptions="dynamic")
+
+
+def _gptq_scheme(fields: Fields) -> Scheme | NotStored:
     reordered = fields.flag("desc_act", False) and not fields.flag("static_groups", False)
     dialect = Dialect.GPTQ
     if (fields.text("checkpoint_format") or "gptq") == "gptq_v2":
         dialect = Dialect.GPTQ_V2
     scheme = _integers(fields, dialect, ("bits",), ("group_size",), zero_points=True)
-    if isinstance(scheme, NotStored):
-        return scheme
-    return _whole(replace(scheme, reordered=reordered), ())
+    return scheme if isinstance(scheme, NotStored) else replace(scheme, reordered=reordered)
 
 
 def _integers(
@@ -460,19 +495,20 @@ def _grouped(
 
 def _modelopt(fields: Fields) -> Stored | NotStored:
     algorithm = fields.text("quant_algo")
-    names = fields.words("ignore") or fields.words("exclude_modules") or ()
+    lists = ("ignore", "exclude_modules")
     if algorithm == "FP8":
         scheme = Scheme(Dialect.MODELOPT_FP8, FP8_TENSOR, rounds_inputs=True)
-        return _whole(scheme, names, "8-bit floats, static", Activations.FP8_STATIC)
+        return _whole(scheme, fields, lists, "8-bit floats, static", Activations.FP8_STATIC)
     if algorithm == "NVFP4":
-        return _whole(Scheme(Dialect.MODELOPT_NVFP4, NVFP4), names, "4-bit floats, dynamic")
+        scheme = Scheme(Dialect.MODELOPT_NVFP4, NVFP4)
+        return _whole(scheme, fields, lists, "4-bit floats, dynamic")
     return NotStored(f"Kvant has no products for ModelOpt's {shown(algorithm)}")
 
 
 def _compressed_tensors(fields: Fields) -> Stored | NotStored:
     if is_sparse(fields):
         return NotStored("the weights are sparse")
-    groups: list[tuple[Callable[[str], bool] | None, Scheme]] = []
+    groups: list[tuple[tuple[str, ...], Scheme]] = []
     declared: list[str] = []
     rounded: set[Activations | None] = set()
     for group, weights, layout in linear_groups(fields):
@@ -490,7 +526,7 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored:
         rounded.add(rounding)
         if rounding is Activations.FP8_STATIC:
             scheme = replace(scheme, rounds_inputs=True)
-        groups.append((targets_chosen(group), scheme))
+        groups.append((group.words("targets") or (), scheme))
         if inputs is not None:
             kind = "floats" if inputs.text("type") == "float" else "integers"
             # "local" ones are rounded by block, with a static scale of the matrix.
@@ -499,7 +535,8 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored:
             declared.append(f"{inputs.integer('num_bits', most=16)}-bit {kind}, {when}")
     left = names_chosen(fields.words("ignore") or ())
     rounding = next(iter(rounded)) if len(rounded) == 1 else None
-    return Stored(tuple(groups), left, ", ".join(sorted(set(declared))), rounding=rounding)
+    words = ", ".join(sorted(set(declared)))
+    return Stored(by_precedence(groups), left, words, rounding=rounding)
 
 
 def _fp8_inputs(inputs: Fields, scheme: Scheme) -> Activations | None:
@@ -559,10 +596,16 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
 
 
 def _whole(
-    scheme: Scheme, names: Sequence[str], said: str = "", rounding: Activations | None = None
+    scheme: Scheme,
+    fields: Fields,
+    lists: Sequence[str],
+    said: str = "",
+    rounding: Activations | None = None,
 ) -> Stored:
-    left = names_chosen(("lm_head", *names))
-    return Stored(((None, scheme),), left, said, rounding=rounding)
+    """Reads which layers have no narrow weights: the head, and those in the first field of `lists`."""
+    name = next((one for one in lists if fields.has(one)), lists[0])
+    left = names_chosen(("lm_head", *(fields.words(name) or ())))
+    return Stored(((None, scheme),), left, said, rounding=rounding, exceptions=name)
 
 
 _READERS: Mapping[str, Callable[[Fields], Stored | NotStored]] = {
@@ -571,6 +614,6 @@ _READERS: Mapping[str, Callable[[Fields], Stored | NotStored]] = {
     "gptq": _gptq,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
-    "compressed-tensors": _compressed_tensors,
+    **dict.fromkeys(COMPRESSED_TENSORS, _compressed_tensors),
 }
 """Readers of a quantization_config, by `quant_method`."""

@@ -120,6 +120,20 @@ class Fields:
             raise self.bad(name, "it must be a list of texts")
         return tuple(value)
 
+    def lists_of_words(self, name: str) -> tuple[str, ...] | None:
+        """Returns the texts of a list that holds lists of texts, or texts; None if it is missing."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        flat = (
+            [word for one in value for word in (one if _is_list(one) else (one,))]
+            if _is_list(value)
+            else (None,)
+        )
+        if not all(isinstance(word, str) for word in flat):
+            raise self.bad(name, "it must be a list of lists of texts")
+        return tuple(flat)
+
     def integers(
         self, name: str, *, least: int = 0, most: int = MAX_WIDTH
     ) -> tuple[int, ...] | None:
@@ -143,6 +157,10 @@ class Fields:
     def completed(self, missing: Mapping[str, Any]) -> Fields:
         """Returns the section with values for fields that are missing; `null` stays."""
         return Fields({**missing, **self._values}, section=self._section, defaults=self._defaults)
+
+    def over(self, base: Fields) -> Fields:
+        """Returns the section with the values of another one for fields that are missing."""
+        return self.completed(base._values)
 
     def names(self) -> tuple[str, ...]:
         """Returns the section's own keys, in order."""

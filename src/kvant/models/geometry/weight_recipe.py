@@ -7,10 +7,9 @@ whose bytes Kvant cannot compute, the result is a `NoRecipe` with the reason.
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,19 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.models.geometry.fields import MAX_WIDTH, Fields, shown
 from kvant.models.geometry.parameters import Weight, WeightKind
+from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS
+from kvant.models.geometry.weight_names import (
+    by_precedence,
+    exceptions,
+    gptq_left_alone,
+    names_chosen,
+)
 
 MatrixBytes = Callable[[int, int], int]
 """Bytes of a matrix of rows x columns (out x in features), scales included."""
+
+FP8_LEFT = ("modules_to_not_convert", "ignored_layers")
+"""Fields that list the layers that FP8 leaves alone. AutoFP8 writes the second."""
 
 _QUANTISED = (WeightKind.LINEAR, WeightKind.EXPERT)
 _F32 = 4
@@ -89,7 +98,7 @@ def are_decoded(config: Mapping[str, Any], device: DeviceFacts) -> bool:
     on_cpu = device.kind is DeviceKind.CPU
     return (
         isinstance(config.get("gguf_types"), Mapping)
-        or method == "compressed-tensors"
+        or method in COMPRESSED_TENSORS
         or (method == "fp8" and (on_cpu or device.arch in _WITHOUT_FP8))
         or (method == "mxfp4" and (on_cpu or importlib.util.find_spec("kernels") is None))
     )
@@ -101,7 +110,7 @@ def _fp8(fields: Fields) -> Recipe | NoRecipe:
     if block is not None and len(block) != 2:
         return NoRecipe(f"weight_block_size {shown(block)} is not two numbers")
     rows, columns = block or (MAX_WIDTH, MAX_WIDTH)
-    return _whole(fields, _coded(8, rows, columns, _F32), "modules_to_not_convert")
+    return _whole(fields, _coded(8, rows, columns, _F32), *FP8_LEFT)
 
 
 def _mxfp4(fields: Fields) -> Recipe:
@@ -115,9 +124,14 @@ def _mxfp4(fields: Fields) -> Recipe:
 
 def _gptq(fields: Fields) -> Recipe:
     """Packed integers, a float16 scale and a packed zero point per group, an index per column."""
-    bits, group = _bits(fields, "bits"), _group_size(fields, "group_size")
-    codes = _coded(bits, 1, group, _F16, zero_bits=bits)
-    return _whole(fields, lambda rows, columns: codes(rows, columns) + 4 * columns)
+
+    def matrix(of: Fields) -> MatrixBytes:
+        bits, group = _bits(of, "bits"), _group_size(of, "group_size")
+        codes = _coded(bits, 1, group, _F16, zero_bits=bits)
+        return lambda rows, columns: codes(rows, columns) + 4 * columns
+
+    own = [_Group(chosen, matrix(of)) for chosen, of in exceptions(fields) if of is not None]
+    return Recipe((*own, _Group(None, matrix(fields))), gptq_left_alone(fields))
 
 
 def _awq(fields: Fields) -> Recipe:
@@ -142,15 +156,16 @@ def _modelopt(fields: Fields) -> Recipe | NoRecipe | None:
 def _compressed_tensors(fields: Fields) -> Recipe | NoRecipe | None:
     if is_sparse(fields):
         return NoRecipe("no closed form for sparse weights")
-    groups: list[_Group] = []
+    found: list[tuple[tuple[str, ...], MatrixBytes]] = []
     for group, weights, layout in linear_groups(fields):
         matrix = _scheme(weights, layout)
         if isinstance(matrix, NoRecipe):
             return matrix
-        groups.append(_Group(targets_chosen(group), matrix))
-    if not groups:
+        found.append((group.words("targets") or (), matrix))
+    if not found:
         return None  # it describes the KV cache alone
-    return Recipe(tuple(groups), names_chosen(fields.words("ignore") or ()))
+    groups = tuple(_Group(chosen, matrix) for chosen, matrix in by_precedence(found))
+    return Recipe(groups, names_chosen(fields.words("ignore") or ()))
 
 
 def is_sparse(fields: Fields) -> bool:
@@ -168,12 +183,6 @@ def linear_groups(fields: Fields) -> Iterator[tuple[Fields, Fields, str]]:
         weights = None if group is None else group.inside("weights")
         if group is not None and weights is not None:
             yield group, weights, group.text("format") or fields.text("format") or ""
-
-
-def targets_chosen(group: Fields) -> Callable[[str], bool] | None:
-    """Returns a test for names of a group's modules, None for all linear ones."""
-    targets = group.words("targets") or ()
-    return None if "Linear" in targets else names_chosen(targets)
 
 
 def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:
@@ -209,7 +218,7 @@ _READERS: Mapping[str, Callable[[Fields], Recipe | NoRecipe | None]] = {
     "gptq": _gptq,
     "awq": _awq,
     "modelopt": _modelopt,
-    "compressed-tensors": _compressed_tensors,
+    **dict.fromkeys(COMPRESSED_TENSORS, _compressed_tensors),
 }
 
 
@@ -235,24 +244,6 @@ def _whole(fields: Fields, matrix: MatrixBytes, *lists: str) -> Recipe:
     """Returns a recipe for all matrices except the head and names in the first of `lists` that is present."""
     names = next((fields.words(name) for name in lists if fields.has(name)), None)
     return Recipe((_Group(None, matrix),), names_chosen(("lm_head", *(names or ()))))
-
-
-def names_chosen(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Returns a test for module names: patterns are "re:..", wildcards, whole names, or parts of names."""
-    regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
-    plain = [pattern for pattern in patterns if not pattern.startswith("re:")]
-
-    def chosen(name: str) -> bool:
-        if any(regex.match(name) for regex in regexes):
-            return True
-        return any(
-            name == pattern
-            or f".{pattern}." in f".{name}."
-            or ("*" in pattern and fnmatch.fnmatchcase(name, pattern))
-            for pattern in plain
-        )
-
-    return chosen
 
 
 def _bits(fields: Fields, *names: str) -> int:

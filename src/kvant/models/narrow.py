@@ -340,7 +340,10 @@ def await_stored(
     home = {name: header.path for header in headers for name in header.tensors}
     entries = {name: entry for header in headers for name, entry in header.tensors.items()}
     experts: dict[str, StoredExperts] = {}
+    tied = _head_of(model) if is_tied(model) else None
     for name, part in list(model.named_modules()):
+        if name == tied:
+            continue  # its weight is the embedding's, whether the declaration names it or not
         if is_experts(part) and stored.scheme(f"{name}.0.gate_proj") is not None:
             made = NarrowExperts(part, None)
             experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)

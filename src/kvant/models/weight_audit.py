@@ -296,6 +296,11 @@ def _are_names(parameters: Collection[str], tensors: Tensors) -> bool:
     return 2 * sum(name in tensors for name in parameters) > len(parameters)
 
 
+_EMBEDDING = "embeddings with narrow weights are read from GGUF files alone"
+_WIDE_EMBEDDING = WayOut("take a checkpoint whose embedding has 16 bits")
+_TIED = "config.json ties the head to the embedding, and the head's codes would not be used"
+_UNTIE = WayOut('if the head has its own weight, set "tie_word_embeddings" to false in config.json')
+
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _JOINED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
@@ -375,6 +380,10 @@ def _layer(
     if scheme is not None and scheme.dialect is Dialect.MXFP4_EXPERTS:
         wanted = _of_experts(layer, scheme, model.listed)
     elif scheme is not None and _is_narrow(layer, names, weight, scheme, tensors):
+        unread = _refuse_embedding(layer, weight, scheme, model)
+        if unread is not None:
+            yield from _refused(layer, names, scheme, tensors, *unread)
+            return
         shape = _shape(layer, weight, scheme, tensors)
         if shape is not None:
             parts = parts_of(scheme, *shape)
@@ -388,6 +397,34 @@ def _layer(
     for name in names:
         if name not in wanted:
             yield _other(name, layer, scheme if wanted else None, tensors, use, model)
+
+
+def _refuse_embedding(
+    layer: str, weight: Weight | None, scheme: Scheme, model: _Model
+) -> tuple[str, WayOut] | None:
+    """Returns why a module's codes are not read, and a way out: those of embeddings, and of tied heads."""
+    if scheme.dialect is Dialect.GGUF or model.listed is None:
+        return None
+    if _is_head(layer):
+        return None if weight is not None else (_TIED, _UNTIE)
+    is_embedding = weight is not None and weight.kind is WeightKind.EMBEDDING
+    return (_EMBEDDING, _WIDE_EMBEDDING) if is_embedding else None
+
+
+def _refused(
+    layer: str, names: list[str], scheme: Scheme, tensors: Tensors, because: str, way: WayOut
+) -> Iterator[TensorUse]:
+    """Yields the tensors of a module with codes that are not read."""
+    fmt, state = f"{scheme.summary} ({scheme.dialect.value})", TensorState.WRONG
+    for name in names:
+        dtype, shape = tensors[name]
+        role = _ROLES.get(name.rpartition(".")[2], Role.CODES).value
+        fault = BadCheckpoint(f"{name} cannot be used", why=because, ways_out=(way,))
+        yield TensorUse(name, layer, fmt, role, state, because, dtype, shape, fault)
+
+
+def _is_head(layer: str) -> bool:
+    return layer.rpartition(".")[2] == "lm_head"
 
 
 def _find_lacking(
@@ -484,7 +521,7 @@ def _is_narrow(
     """Whether a scheme, which may be declared for all modules, is that of this module."""
     if scheme.dialect is Dialect.GGUF:
         return any(tensors[name][0] == "U8" for name in names)
-    if (weight is not None and weight.is_product) or layer.rpartition(".")[2] == "lm_head":
+    if weight is not None and (weight.is_product or _is_head(layer)):
         return True
     shorts = {name.rpartition(".")[2] for name in names}
     if shorts & {"weight_packed", "qweight"}:
@@ -568,10 +605,9 @@ def _wanted(
         except BadCheckpoint as fault:
             found = fault
             if tensors.get(f"{layer}.weight", ("", ()))[0] in _WIDE:
-                way = WayOut(
-                    f'if it is meant to be wide, add "{layer}" to quantization_config.ignore'
-                )
-                found = BadCheckpoint(fault.what, why=fault.why, ways_out=(*fault.ways_out, way))
+                assert isinstance(use.declared, Stored)
+                ways = (*fault.ways_out, use.declared.leave_alone(layer))
+                found = BadCheckpoint(fault.what, why=fault.why, ways_out=ways)
             state = TensorState.MISSING if dtype is None else TensorState.WRONG
             because = fault.why or fault.what
         if part.role is Role.CODES and found is None and undivided is not None:

@@ -26,6 +26,7 @@ from kvant.kv.checkpoint.json_file import (
     INCOMPLETE,
     read_json_object,
 )
+from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.format import Side
@@ -147,6 +148,9 @@ def _load_module(
         check_weights(config, path, _facts(device))
     leave_weights_only(config, keep=is_left)
     kept = None if forward.matrices is None else TORCH_COMPUTE[forward.matrices]
+    rounds_itself = forward.rounds_itself and forward.quantization is not None
+    if rounds_itself and not dummy_weights:
+        kept = _dtype_of_matrices(path)  # they stay in the files until they are rounded
     unused: tuple[str, ...] = ()
     with quiet_compressed_tensors(is_compressed(config)):
         if dummy_weights:
@@ -160,7 +164,18 @@ def _load_module(
             decode_weights(module, compute)
         if divided is not None:
             divided.finish(module)
+    if rounds_itself:
+        table: Any = module.get_input_embeddings()
+        table.weight.data = table.weight.data.to(compute)
     return module, unused
+
+
+def _dtype_of_matrices(path: Path) -> torch.dtype | None:
+    """Returns the 16-bit dtype in which the files store all matrices, else None."""
+    entries = (one for header in read_headers(path) or () for one in header.tensors.values())
+    found = {entry.dtype for entry in entries if len(entry.shape) > 1}
+    known = {"BF16": torch.bfloat16, "F16": torch.float16}
+    return known.get(found.pop()) if len(found) == 1 else None
 
 
 def _read_outside(

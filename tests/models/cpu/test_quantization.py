@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable
 from kvant.kv.checkpoint.json_file import read_json_object
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.models.cpu import weights
 from kvant.models.cpu.parts import Mixture, read_part
 from kvant.models.cpu.rounding import EIGHT_BITS
 from kvant.models.cpu.verify import rounded as rounded_rows
@@ -34,7 +36,8 @@ from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
-from kvant.weights.codecs import encode
+from kvant.weights.codecs import NarrowWeight, encode
+from kvant.weights.format import WeightFormat
 from tests.attention import driver
 from tests.models import loading, tiny
 
@@ -179,3 +182,47 @@ def test_shared_experts_round_activations_as_other_layers_do(tmp_path: Path) -> 
     x = torch.randn(3, hidden)
     expected = rounded_rows(x) @ unpack(up.weight).to(torch.float64).T
     torch.testing.assert_close(up(x).to(torch.float64), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="maps of files are Linux's")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rounding_holds_one_wide_matrix_at_a_time(
+    dtype: torch.dtype, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts the wide matrices outside the files whenever one is rounded, and after the last."""
+    path = tiny.build("llama", tmp_path, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_pretrained(path, dtype=dtype).save_pretrained(path)
+    shapes = {(64, 64), (32, 64), (128, 64), (96, 64), (192, 64), (64, 96)}
+    encode_really = weights.encode_in_parts
+    alive: list[int] = []
+
+    def wide() -> int:
+        gc.collect()
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        files = [
+            tuple(int(place, 16) for place in line[0].split("-"))
+            for line in lines if line[-1].endswith(".safetensors")
+        ]  # fmt: skip
+        found = {
+            one.data_ptr()
+            for one in gc.get_objects()
+            if isinstance(one, Tensor) and one.is_floating_point() and tuple(one.shape) in shapes
+        }
+        return sum(not any(begin <= one < end for begin, end in files) for one in found)
+
+    def counted(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
+        alive.append(wide())
+        return encode_really(weight, fmt)
+
+    monkeypatch.setattr(weights, "encode_in_parts", counted)
+    gc.collect()
+    gc.freeze()  # what lives already is neither searched nor counted
+    try:
+        model = load(path, "llama", Quantization.INT4)
+        embedding = 1  # [128, 64], which the model keeps in float32
+        assert max(alive) <= 1 + embedding
+        assert wide() <= embedding
+    finally:
+        gc.unfreeze()
+    assert logits(model, [len(TEXT)]).isfinite().all()

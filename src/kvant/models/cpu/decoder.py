@@ -11,6 +11,7 @@ layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -40,7 +41,7 @@ from kvant.models.forward_info import ForwardChoice
 from kvant.models.fused.decoder import FusedDecoder, fuse
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer
-from kvant.models.fused.linear import NarrowProduct
+from kvant.models.fused.linear import Apart, NarrowProduct
 from kvant.models.quantization import Quantization
 from kvant.models.recurrent.hook import run_framed
 from kvant.models.recurrent.mixers import GatedDeltaNet
@@ -64,7 +65,7 @@ def make(module: PreTrainedModel, plan: KVPlan, choice: ForwardChoice) -> CpuDec
     With quantization, removes the rounded weights from the module. Raises EngineFault if the module
     does not match the plan.
     """
-    fused = fuse(module, plan)
+    fused = fuse(module, plan, joins=choice.quantization is None)
     reason = _mismatch(fused, plan.compute_dtype)
     if reason is not None:
         raise EngineFault(f"the plan runs {type(module).__name__} as compiled code, but {reason}")
@@ -175,6 +176,8 @@ class CpuDecoder:
         (self._head,) = products(model.head, head, digits)
         self.embedding: Tensor | PackedWeight = model.embedding
         self.took_weights = choice.quantization is not None or choice.stored is not None
+        if self.took_weights:  # else the weights that were packed would stay in memory
+            decoder.model = replace(model, layers=(), head=Apart(()))
         table: Any = module.get_input_embeddings()
         if isinstance(table, NarrowEmbedding):
             tied = isinstance(model.head, NarrowProduct) and _are_one(model.head, table)

@@ -13,7 +13,7 @@ from kvant.models.cpu.weights import Code, pack, pack_narrow
 from kvant.models.fused import layers as fused
 from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
-from kvant.models.fused.linear import Apart, DenseLinear, NarrowProduct
+from kvant.models.fused.linear import Apart, DenseLinear, JoinedLater, NarrowProduct
 from kvant.models.fused.linear import Linear as AnyLinear
 from kvant.models.fused.recipe import NormKind
 from kvant.models.fused.routing import Routing
@@ -220,7 +220,7 @@ def products(given: AnyLinear, code: Code | None, digits: int) -> Products:
         return tuple(linear for part in given.parts for linear in products(part, code, digits))
     if isinstance(given, NarrowProduct):
         return (Linear(pack_narrow(given.weight), given.bias, digits),)
-    assert isinstance(given, DenseLinear)
+    assert isinstance(given, (DenseLinear, JoinedLater))
     return (Linear(pack(given.weight.detach(), code), given.bias, digits),)
 
 

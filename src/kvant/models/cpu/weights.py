@@ -95,17 +95,17 @@ class PackedWeight:
 
 
 def pack(weight: Tensor, code: Code | None) -> PackedWeight:
-    """weight: float32 or bfloat16 [rows, columns], columns a multiple of 32.
+    """weight: float32 or of 16 bits [rows, columns], columns a multiple of 32.
 
-    code: what its float32 numbers are rounded to, as the format's codec does. Numbers stay as they are, for
+    code: what its numbers are rounded to, as the format's codec does. Numbers stay as they are, for
     None or for a code that is theirs, and are not copied if their rows are contiguous.
     """
     rows, columns = weight.shape
     assert columns % GROUP == 0
-    own = _NUMBERS[weight.dtype]
-    if code is None or code is own:
+    own = _NUMBERS.get(weight.dtype)
+    if own is not None and code in (None, own):
         return PackedWeight(own, weight.contiguous(), None, rows, columns)
-    assert own is Code.FLOAT32
+    assert code is not None
     assert not code.is_number
     return pack_narrow(encode_in_parts(weight, code.format))
 

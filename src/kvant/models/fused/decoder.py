@@ -40,6 +40,7 @@ from kvant.models.fused.linear import (
     Multiply,
     apply,
     multiply_for,
+    plain,
     rounding_for,
 )
 from kvant.models.fused.read import decoder_of, read_model
@@ -123,12 +124,14 @@ def fuse(
     *,
     batch_invariant: bool = False,
     group: Group | None = None,
+    joins: bool = True,
 ) -> FusedDecoder:
     """Builds the fused forward of a loaded module.
 
     The module's parameters become views of the fused ones, so no weight is stored twice. batch_invariant: no
     row's result depends on the other rows of a step. group: the ranks among which the model is divided; None
-    for a whole module. Raises EngineFault if the decoder cannot compute the module exactly.
+    for a whole module. joins: whether weights of one input are joined now; else when they are read. Raises
+    EngineFault if the decoder cannot compute the module exactly.
     """
     config = module.config.get_text_config(decoder=True)
     recipe = recipe_of(config.model_type)
@@ -141,9 +144,8 @@ def fuse(
     tiled = TiledLinear() if batch_invariant else None
     if tiled is not None:
         prove_all(tiled, module)
-    model, arguments = read_model(
-        module, recipe, plan, multiply_for(embedding.weight) if tiled is None else tiled
-    )
+    fastest = multiply_for(embedding.weight) if joins else plain
+    model, arguments = read_model(module, recipe, plan, fastest if tiled is None else tiled)
     if tiled is not None:
         latent.prove(tiled, model)
         for layer in model.layers:

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from kvant.errors import EngineFault
-from kvant.models.fused.linear import Apart, DenseLinear, Linear, Multiply, NarrowProduct
+from kvant.models.fused.linear import (
+    Apart,
+    DenseLinear,
+    JoinedLater,
+    Linear,
+    Multiply,
+    NarrowProduct,
+    plain,
+)
 from kvant.models.invariant.linear import TiledLinear
 from kvant.weights.codecs import can_join, rows_of
 from kvant.weights.codecs import join as join_weights
@@ -22,19 +30,23 @@ from kvant.weights.linear import NarrowLinear
 def join(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:
     """Returns one product for several linear layers of the same input, with their rows in order.
 
-    Mutates the layers: their parameters become views. name: of their module, for EngineFault, which it raises
-    for weights in a format of transformers, and if only some unquantised layers have a bias.
+    Mutates the layers: their parameters become views, unless multiply is `plain`. name: of their module, for
+    EngineFault, which it raises for weights in a format of transformers, and if only some unquantised layers
+    have a bias.
     """
     if any(isinstance(product, NarrowLinear) for product in products):
         return _join_narrow(products, multiply, name)
     check_numbers(products, name)
     if len(products) == 1:
         return DenseLinear(products[0].weight, products[0].bias, multiply)
-    weight = _joined([product.weight for product in products])
     biases = [product.bias for product in products if product.bias is not None]
     if biases and len(biases) != len(products):
         raise EngineFault(f"{name} has biases on some of its joined products only")
-    return DenseLinear(weight, _joined(biases) if biases else None, multiply)
+    bias = _joined(biases) if biases else None
+    weights = [product.weight for product in products]
+    if multiply is plain:
+        return JoinedLater(tuple(weight.detach() for weight in weights), bias)
+    return DenseLinear(_joined(weights), bias, multiply)
 
 
 def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Linear:

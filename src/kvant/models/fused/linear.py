@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvant.weights.codecs import NarrowWeight
@@ -50,6 +51,39 @@ class DenseLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """Implements `Linear.__call__`: x [T, columns] -> [T, rows]."""
         return self.multiply(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedLater:
+    """Unquantised weights [.., columns] of one product, and a bias [rows] or None.
+
+    A weight is joined when it is read, so that a forward that rounds weights holds one wide copy at a time.
+    """
+
+    weights: tuple[Tensor, ...]
+    bias: Tensor | None
+
+    @property
+    def weight(self) -> Tensor:
+        """A new tensor [rows, columns]."""
+        return torch.cat(self.weights)
+
+    @property
+    def rows(self) -> int:
+        return sum(weight.shape[0] for weight in self.weights)
+
+    @property
+    def columns(self) -> int:
+        return self.weights[0].shape[1]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Implements `Linear.__call__`: x [T, columns] -> [T, rows]."""
+        return plain(x, self.weight, self.bias)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiplies as torch does. `join` leaves weights apart for it until they are read."""
+    return F.linear(x, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,37 @@ def test_few_kept_states_and_a_small_pool_change_nothing(path: Path) -> None:
     assert stats.num_restored_tokens > 0
 
 
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (2, 0, 3, 1, 4, 1, 4, 5)])
+def test_loads_neither_lose_their_state_nor_block_a_pool_for_one_sequence(
+    path: Path, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_STATE_STRIDES", {True: 512, False: 512})
+    text = [5 + (i * i + 3 * i) % 110 for i in range(260)]
+    other = [6 + (i * i + i) % 110 for i in range(130)]
+    every = (
+        text[:200], other[:100] + text[:120], text[100:230], text[:200] + other[:30], text[:65],
+        text[:150] + other[:40],
+    )  # fmt: skip
+    prompts = [every[i] for i in order]
+    given: dict[str, object] = {
+        "dtype": "float32", "max_model_len": 300, "max_num_seqs": 1, "max_num_batched_tokens": 64,
+    }  # fmt: skip
+    cold = opened(path, **given, enable_prefix_caching=False)
+    expected = [list(cold.generate([prompt], PARAMS)[0].token_ids) for prompt in prompts]
+    memory = opened(path, **given).planned.bytes_for(300)
+    llm = opened(path, **given, kv_cache_memory=memory, kv_offload="host:64MiB")
+    seen: set[int] = set()
+    for number, prompt, answer in zip(order, prompts, expected, strict=True):
+        (result,) = llm.generate([prompt], PARAMS)
+        settle(llm)
+        assert list(result.token_ids) == answer
+        if number in seen and len(prompt) > 196:
+            assert result.num_cached_tokens > len(prompt) - 8
+        seen.add(number)
+    together = llm.generate(prompts, PARAMS)
+    assert [list(result.token_ids) for result in together] == expected
+
+
 @pytest.mark.slow
 def test_states_survive_the_engine_in_files_and_sessions_count_them(
     path: Path, tmp_path: Path

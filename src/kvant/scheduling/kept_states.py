@@ -67,6 +67,10 @@ class KeptStates:
         count = next((n for n in range(len(found), 0, -1) if self._find(hashes[n]) is not None), 0)
         return found[:count]
 
+    def page_at(self, sequence: Sequence, num_pages: int) -> int | None:
+        """Returns the page of the state kept after a sequence's first `num_pages` pages, or None."""
+        return self._find(sequence.prefix_hashes[num_pages])
+
     def use(self, sequence: Sequence, num_pages: int) -> int | None:
         """Returns the page of the kept state after a sequence's first `num_pages` pages, or None.
 

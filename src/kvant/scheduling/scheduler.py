@@ -480,6 +480,8 @@ class Scheduler:
             if not self.pages.admit(sequence, found, first_piece, spare=spare, state=state):
                 if self._running:
                     return
+                if self.tiers is not None and self.tiers.give_back():
+                    continue
                 # Cached pages may be spread over more superblocks than new pages would take.
                 found, start, state = [[] for _ in found], 0, None
                 first_piece = pieces.room_for(sequence, start)
@@ -527,7 +529,8 @@ class Scheduler:
         if lacking and self.pages.has_room(sequence, found, first_piece, spare=spare):
             joined = [[page for page in pages if page != SCRATCH] for pages in found]
             if self.states is not None:  # such models have one group beside that of states
-                joined = [self.pages.present(sequence, cut), []]
+                state = self.states.page_at(sequence, cut)
+                joined = [self.pages.present(sequence, cut), [] if state is None else [state]]
             told = self.pages.told_of(sequence, lacking)
             if tiers.load(number, joined, lacking, told, num_tokens):
                 return True

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvant import LLM, SamplingParams
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import NotServable
 from kvant.kernels.cpu.vector import LANES
@@ -21,7 +22,7 @@ from kvant.models.geometry.read import read_geometry
 from kvant.models.quantization import Quantization
 from kvant.models.select import FORWARDS, select_forward
 from kvant.models.stored import read_stored
-from tests.models import tiny
+from tests.models import families, tiny
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -137,6 +138,30 @@ def test_every_forward_can_be_made() -> None:
 def test_what_planning_knows_of_the_kernels_is_what_they_do() -> None:
     assert NORM_STEP == LANES
     assert OUTPUTS <= FEWEST_ROWS
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "why"),
+    [
+        ("mixtral", {"num_local_experts": 2}, "2 outputs"),
+        ("mixtral", {"intermediate_size": 80}, "80 inputs"),
+        ("qwen3_moe", {"mlp_only_layers": [1], "intermediate_size": 80}, "80 inputs"),
+        ("qwen3_next", {"num_experts": 2}, "2 outputs"),
+        ("qwen3_5_text", {"linear_num_value_heads": 1, "linear_num_key_heads": 1}, "16 inputs"),
+        ("qwen3_5_text", {"linear_value_head_dim": 8}, "recurrent heads of 8 x 16"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 9}, "a convolution of 9 inputs"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 1}, "a convolution of 1 inputs"),
+    ],
+)
+def test_shapes_without_a_kernel_of_compiled_code_run_in_another_forward(
+    family: str, changes: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    families.build(family, tmp_path, **changes)
+    llm = LLM(tmp_path, device="cpu", dtype="float32", kv_cache_memory="1MiB")
+    refused = {one.forward: one.reason for one in llm.planned.forward.refused}
+    assert why in refused["compiled"]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    assert len(llm.generate([[3, 17, 5]], params)[0].token_ids) == 2
 
 
 def test_tables_of_angles_are_counted_on_a_gpu_only() -> None:

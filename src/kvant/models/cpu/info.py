@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvant.attention.cpu.info import refuse_host
 from kvant.kv.dtype import ComputeDtype
+from kvant.kv.geometry import StateKind
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import (
     find_recipe,
@@ -49,6 +50,10 @@ MOST_TAPS = 8
 
 _RECURRENT = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 """Families whose recurrent layers are the gated delta nets that compiled code runs."""
+
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts")
+"""Fields for the inner sizes of networks, and for the number of experts, of which a router has a row each."""
 
 _ROUTERS = frozenset({RouterKind.SOFTMAX_TOP_K, RouterKind.TOP_K_SOFTMAX})
 
@@ -117,19 +122,22 @@ def _refuse_shapes(facts: ForwardFacts) -> str | None:
     )
     if normed and layer.head_dim_k % NORM_STEP:
         return f"heads of {layer.head_dim_k} are normed in steps of {NORM_STEP}"
-    sizes = ("linear_key_head_dim", "linear_value_head_dim") if geometry.has_states else ()
-    for field in sizes:
-        size = config.get(field, NORM_STEP)
-        if size % NORM_STEP:
-            return f"recurrent heads of {size} are taken in steps of {NORM_STEP}"
     hidden = geometry.hidden_size
     shapes = [(geometry.vocab_size, hidden), (hidden, layer.num_q_heads * layer.head_dim_k)]
-    if not has_experts(facts):
+    if has_experts(facts):
+        shapes += [(hidden, config[field]) for field in _WIDTHS if config.get(field) is not None]
+        shapes += [(config[field], hidden) for field in _EXPERTS if config.get(field) is not None]
+    else:
         shapes += products(facts)[2:4]
-    for field in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-        width = config.get(field)
-        if has_experts(facts) and width:
-            shapes.append((hidden, int(width)))
+    for state in {state for one in geometry.layers for state in one.states}:
+        if state.kind is StateKind.CONV:
+            if not 2 <= state.shape[0] + 1 <= MOST_TAPS:
+                return f"a convolution of {state.shape[0] + 1} inputs is not one of 2 to {MOST_TAPS}"
+            continue
+        heads, values, keys = state.shape
+        if values % NORM_STEP or keys % NORM_STEP:
+            return f"recurrent heads of {values} x {keys} are taken in steps of {NORM_STEP}"
+        shapes.append((hidden, heads * values))
     reasons = (refuse_shape(*shape) for shape in shapes)
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -92,6 +92,19 @@ def test_a_family_that_kvant_cannot_run_is_refused_by_the_technique_it_lacks(
     assert technique in (found.why or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "field"), [("nemotron_h", "mamba_hidden_act"), ("kimi_linear", "hidden_act")]
+)
+def test_a_recurrence_that_computes_no_silu_is_refused(
+    name: str, field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if too_old(name):
+        pytest.skip(f"{name} needs a newer transformers")
+    extra = {**families._EXTRA[name], field: "gelu"}
+    monkeypatch.setitem(families._EXTRA, name, extra)
+    assert "computes gelu" in (compare(name, tmp_path / "model", quick=True).why or "")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_fares_as_recorded(name: str, tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ def test_a_config_that_names_nothing_is_refused() -> None:
     assert "names neither" in refused({})
 
 
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-9b"])
+def test_recurrences_that_compute_no_silu_are_refused(name: str) -> None:
+    config = published(name)
+    config.get("text_config", config)["hidden_act"] = "gelu"
+    assert "hidden_act is 'gelu'" in refused(config)
+
+
 @pytest.mark.parametrize("config", [None, [], "llama", 3])
 def test_what_is_no_object_is_refused(config: Any) -> None:
     assert "no JSON object" in refused(config)

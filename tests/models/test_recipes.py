@@ -99,6 +99,15 @@ def test_options_of_a_family_give_the_tokens_of_transformers(
     assert found.forward in ("fused", "compiled")
 
 
+@pytest.mark.parametrize(("family", "options"), [("ernie4_5_moe", {"moe_norm_min": 1.7})])
+def test_options_that_the_decoder_does_not_compute_are_left_to_transformers(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(families._EXTRA, family, {**families._EXTRA.get(family, {}), **options})
+    found = families.compare(family, tmp_path / "model", quick=True)
+    assert (found.why, found.forward) == (None, "transformers")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(RECIPES.keys() & set(families.FAMILIES)))
 def test_every_family_of_the_table_gives_the_tokens_of_transformers(

@@ -34,6 +34,7 @@ from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry
 from kvant.models.classes import attending, auto_class, settle_outputs
+from kvant.models.fused.recipe import Activation, activation_of
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.families import name_of
 from kvant.models.geometry.fields import Fields, text_section
@@ -231,6 +232,9 @@ def _module(config: PreTrainedConfig) -> PreTrainedModel:
             # The original method reads token values, which the meta device lacks.
             part.warn_if_padding_and_no_attention_mask = _warns_of_nothing  # type: ignore[assignment]
     for name, part, mixer in find_mixers(made):
+        activation = getattr(part, "activation", "silu")
+        if activation_of(activation) is not Activation.SILU:
+            raise _CannotRun(f"{type(part).__name__} computes {activation}, Kvant's mixer silu")
         part.forward = _Mixed(name, part, mixer.states)
     made.train(False)
     return made

@@ -28,7 +28,7 @@ from kvant.models.geometry.read import read_geometry, refuse_absurd
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 6
+_FORM = 7
 """Version of the stored form of a probe's result, and of what a probe examines."""
 
 _COMPARED = Path(__file__).with_name("compared.json")

@@ -310,6 +310,7 @@ RECIPES: Mapping[str, Recipe] = {
         mixture=Mixture(
             wide=True, bias="moe_statics.e_score_correction_bias", shared="shared_experts"
         ),
+        only={"moe_norm_min": (None, 1e-12)},
     ),
     "qwen3_next": _QWEN_NEXT,
     "qwen3_5_moe_text": replace(

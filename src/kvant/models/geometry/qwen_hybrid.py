@@ -30,6 +30,8 @@ from kvant.models.geometry.windows import LayerType, full_every
 
 _HEAD_DIM = 256  # the classes' default
 _INTERVAL = 4  # of layers that attend
+_SILU = (None, "silu", "swish")
+"""Names of silu in configs; None is the classes' default."""
 
 
 def _layers(fields: Fields, prefix: str) -> Layers:
@@ -37,6 +39,8 @@ def _layers(fields: Fields, prefix: str) -> Layers:
     interval = fields.optional_integer("full_attention_interval", most=MAX_LAYERS) or _INTERVAL
     kinds = full_every(fields, interval, LayerType.LINEAR)
     states = _states(fields)
+    if LayerType.LINEAR in kinds and fields.raw("hidden_act") not in _SILU:
+        raise fields.bad("hidden_act", "Kvant's gated delta nets compute silu alone")
     return tuple(
         attention_layer(index, prefix, heads, None)
         if kind is LayerType.FULL

@@ -164,6 +164,18 @@ def test_both_names_of_a_rotary_section_may_say_the_same(
         read_geometry(config)
 
 
+@pytest.mark.parametrize("original", [ORIGINAL // 2, 8 * ORIGINAL])
+def test_the_original_length_of_dynamic_frequencies_is_max_position_embeddings(
+    original: int,
+) -> None:
+    """transformers reads original_max_position_embeddings for other types only."""
+    rope = {**DYNAMIC["rope_parameters"], "original_max_position_embeddings": original}
+    config = configs.tiny("llama") | DYNAMIC | {"rope_parameters": rope}
+    geometry, moving = fix_rotary(config, read_geometry(config), None)
+    assert moving is not None
+    assert (moving.original, moving.length, geometry.max_model_len) == (ORIGINAL,) * 3
+
+
 @pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("full_attention",)])
 def test_several_moving_types_are_refused_in_the_plan(kinds: tuple[str, ...]) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0}

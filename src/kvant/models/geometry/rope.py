@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvant.errors import BadCheckpoint, NotServable, WayOut
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.geometry import ModelGeometry
 from kvant.models.geometry.fields import MAX_TOKENS, Fields, shown, text_section
 
@@ -178,7 +179,12 @@ def _check_factors(fields: Fields, section: Fields) -> None:
 
 
 def original_length(fields: Fields, rope: Fields) -> int | None:
-    """Returns the number of tokens up to which transformers does not change the frequencies."""
+    """Returns the number of tokens up to which transformers does not change the frequencies.
+
+    It does not read original_max_position_embeddings for dynamic frequencies.
+    """
+    if _type_of(rope) == DYNAMIC:
+        return fields.optional_integer("max_position_embeddings", most=MAX_TOKENS)
     return (
         fields.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
         or rope.optional_integer("original_max_position_embeddings", most=MAX_TOKENS)
@@ -232,9 +238,12 @@ def _moving(config: Mapping[str, Any], geometry: ModelGeometry) -> tuple[str, in
         )
     original = original_length(fields, sections[0])
     if original is None:
+        lacks = "max_position_embeddings is missing"
+        if moving[0] == LONGROPE:
+            lacks += f", and so is original_max_position_embeddings: {shown(sections[0].names())}"
         raise BadCheckpoint(
             f"config.json: {moving[0]} rotary embeddings without an original length",
-            why="neither original_max_position_embeddings nor max_position_embeddings is there: "
-            f"{shown(sections[0].names())}",
+            why=lacks,
+            ways_out=(COMPARE_CONFIG,),
         )
     return moving[0], original

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,16 @@ from typer.core import TyperCommand
 
 from kvant.cli.output import readable
 from kvant.cli.progress import Told, bars, work
-from kvant.errors import BadValue, ConfigError, WayOut
+from kvant.errors import BadValue, ConfigError, NotServable, WayOut
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
     from kvant.kv.request import AskedWide
     from kvant.measure.quality.kept import Kept
+
+
+_FEW_TOKENS = 256
+"""Tokens of the one sequence for which a measured model itself has pages."""
 
 
 class MeasuringCommand(TyperCommand):
@@ -114,24 +119,39 @@ def measured_llm(
     attention_backend: str = "auto",
     hf_overrides: str | None = None,
 ) -> LLM:
-    """Loads a model with few pages, since measurements build engines with pages of their own."""
+    """Loads a model with few pages, since measurements build engines with pages of their own.
+
+    Raises NotServable for a model without a tokenizer: measurements read text.
+    """
     from rich.console import Console
 
+    from kvant.engine.build import plan_engine
     from kvant.engine.llm import LLM
+    from kvant.plan.config import config_of
 
+    config = config_of(
+        model,
+        {
+            "dtype": dtype,
+            "device": device,
+            "kv_cache_dtype": "model",
+            "max_model_len": _FEW_TOKENS,
+            "max_num_seqs": 1,
+            "attention_backend": attention_backend,
+            "hf_overrides": hf_overrides,
+        },
+    )
     with bars(Console(stderr=True)) as progress:
-        return LLM(
-            model,
-            dtype=dtype,
-            device=device,
-            kv_cache_dtype="model",
-            kv_cache_memory="32MiB",
-            max_model_len=256,
-            max_num_seqs=1,
-            attention_backend=attention_backend,
-            hf_overrides=hf_overrides,
-            progress=progress,
+        few = plan_engine(config, progress=progress).bytes_for(_FEW_TOKENS)
+        config = replace(config, plan=replace(config.plan, kv_cache_bytes=few))
+        llm = LLM.from_config(config, progress=progress)
+    if llm.tokenizing is None:
+        raise NotServable(
+            f"{model} has no tokenizer",
+            why="this command reads text",
+            ways_out=(WayOut("put the tokenizer's files into the model's directory"),),
         )
+    return llm
 
 
 def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> Kept:

@@ -14,6 +14,7 @@ from kvant.measure.quality.page import page
 from kvant.measure.quality.report import pareto
 from tests.cli.command import kvant
 from tests.engine import tiny_chat
+from tests.models import tiny
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +145,27 @@ def test_overrides_give_a_model_more_positions(model: Path, text: Path, tmp_path
     found = json.loads(ran.out.splitlines()[-1])
     assert found["contexts"] == [1040]
     assert found["formats"]["int4_per_token_head"]["kld_mean"] > 0
+
+
+def test_a_model_whose_tokens_take_much_memory_is_measured(text: Path, tmp_path: Path) -> None:
+    """256 tokens take more than 32 MiB, as those of many models with 8 billion weights do."""
+    wide = tiny_chat.build(tmp_path, num_attention_heads=8, num_key_value_heads=8, head_dim=512)
+    ran = kvant(
+        "eval", wide, "--dtype", "float32", "--device", "cpu", "--text", text, "--quick", "--context", "64",
+        "--kv-format", "bfloat16", env={"KVANT_CACHE": str(tmp_path / "cache")},
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "bfloat16" in ran.out
+
+
+@pytest.mark.parametrize("command", [["eval"], ["calibrate"], ["tune", "--budget", "4.5bits"]])
+def test_a_model_without_a_tokenizer_is_refused_where_texts_are_read(
+    tmp_path: Path, command: list[str]
+) -> None:
+    path = tiny.build("llama", tmp_path)
+    ran = kvant(command[0], path, *command[1:], "--device", "cpu")
+    assert ran.code == 2
+    assert "this command reads text" in ran.err
 
 
 def test_an_interrupted_run_says_what_is_kept_and_continues(

@@ -132,7 +132,9 @@ def _refuse_shapes(facts: ForwardFacts) -> str | None:
     for state in {state for one in geometry.layers for state in one.states}:
         if state.kind is StateKind.CONV:
             if not 2 <= state.shape[0] + 1 <= MOST_TAPS:
-                return f"a convolution of {state.shape[0] + 1} inputs is not one of 2 to {MOST_TAPS}"
+                return (
+                    f"a convolution of {state.shape[0] + 1} inputs is not one of 2 to {MOST_TAPS}"
+                )
             continue
         heads, values, keys = state.shape
         if values % NORM_STEP or keys % NORM_STEP:

@@ -281,6 +281,32 @@ def test_an_interrupted_evaluation_goes_on_and_measures_nothing_twice(tmp_path: 
     assert len(Kept(tmp_path, {"text": 2})) == 0, "other inputs have parts of their own"
 
 
+def test_a_part_counts_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, seen = Kept(tmp_path, {}), []
+    save = np.savez
+
+    def killed(file: object, **arrays: object) -> None:
+        save(file, **arrays)  # type: ignore[arg-type]
+        seen.append(len(Kept(tmp_path, {})))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", killed)
+    with pytest.raises(BadValue, match="cannot be written") as fault:
+        kept.write("a", {"x": np.arange(3)})
+    assert fault.value.why == "No space left on device"
+    assert seen == [0], "as after kill -9 there"
+    assert [one.name for one in kept.path.iterdir()] == ["inputs.json"]
+
+
+def test_an_equal_run_that_ends_first_takes_nothing_from_this_one(tmp_path: Path) -> None:
+    kept, other = Kept(tmp_path, {}), Kept(tmp_path, {})
+    other.forget()
+    kept.write("a", {"x": np.arange(3)})
+    found = kept.read("a")
+    assert found is not None
+    assert found["x"].tolist() == [0, 1, 2]
+
+
 def test_a_damaged_part_is_measured_again_and_told(tmp_path: Path) -> None:
     kept = Kept(tmp_path, {})
     kept.write("a", {"x": np.arange(1000)})

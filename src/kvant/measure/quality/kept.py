@@ -54,10 +54,13 @@ class Kept:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "inputs.json").write_text(text, encoding="utf-8")
         except OSError as fault:
-            raise BadValue(
-                f"{self.path} cannot be written, where parts of the measurement are kept",
-                why=fault.strerror or "",
-            ) from None
+            raise self._unwritable(fault) from None
+
+    def _unwritable(self, fault: OSError) -> BadValue:
+        return BadValue(
+            f"{self.path} cannot be written, where parts of the measurement are kept",
+            why=fault.strerror or str(fault),
+        )
 
     def __len__(self) -> int:
         """Number of parts in the directory."""
@@ -76,10 +79,19 @@ class Kept:
             return None
 
     def write(self, name: str, arrays: Arrays) -> None:
-        """Stores a part; an interruption leaves the whole part or nothing."""
-        partial = self.path / f".{name}.{os.getpid()}.npz"
-        np.savez(partial, **arrays)  # type: ignore[arg-type]
-        partial.replace(self.path / f"{name}.npz")
+        """Stores a part; an interruption leaves the whole part or nothing.
+
+        Raises BadValue if it cannot be written, such as to a full disk.
+        """
+        partial = self.path / f".{name}.{os.getpid()}.partial"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)  # an equal run that ended first removed it
+            with partial.open("wb") as file:
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+            partial.replace(self.path / f"{name}.npz")
+        except OSError as fault:
+            partial.unlink(missing_ok=True)
+            raise self._unwritable(fault) from None
 
     def forget(self) -> None:
         """Removes all parts."""

@@ -48,6 +48,18 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert ran.cpu_s < 1.0
 
 
+def test_no_other_format_is_offered_where_rules_decide_every_layer(
+    plain: Path, tmp_path: Path
+) -> None:
+    some, policy = "if --kv-cache-dtype were", tmp_path / "policy.yaml"
+    for layers, has_table in (("0", True), ("full", False)):
+        policy.write_text(f'rules:\n  - {{layers: "{layers}", k: fp8, v: fp8}}\n')
+        ran = kvant("plan", plain, "--kv-cache-policy", policy, "--kv-cache-memory", "64MiB")
+        assert ran.code == 0, ran.err
+        assert (some in ran.out) is has_table
+        assert ("rules decide every layer" in ran.out) is not has_table
+
+
 @pytest.mark.parametrize("group", [(), ("bench",)], ids=str)
 def test_no_summary_of_a_command_is_cut(group: tuple[str, ...]) -> None:
     ran = kvant(*group, "--help")

@@ -325,6 +325,10 @@ def _weights_note(plan: Plan) -> str:
 
 
 def _print_alternatives(plan: Plan, console: Console) -> None:
+    others = what_if(plan)
+    if not others:
+        console.print("[dim]rules decide every layer: --kv-cache-dtype changes nothing here[/]")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
     rules = plan.request.requests.target
     kept = "\n(rules and skips kept)" if rules.rules or rules.skips else ""
@@ -337,7 +341,7 @@ def _print_alternatives(plan: Plan, console: Console) -> None:
         table.add_column(title, justify="right", no_wrap=described)
     if described:
         table.add_column(style="dim")
-    for other in what_if(plan):
+    for other in others:
         what = [Text(other.format.format.summary, no_wrap=True, overflow="ellipsis")][:described]
         if other.bytes_per_token is None or other.refused is not None:
             table.add_row(str(other.format), "-", "-", "-", "refused", *what)

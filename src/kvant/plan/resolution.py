@@ -115,12 +115,27 @@ class Alternative:
 
 
 def what_if(plan: Plan) -> tuple[Alternative, ...]:
-    """Returns the effect of every format that users can name on this model, in the order of `KVDtype`."""
+    """Returns the effect of every format that users can name on this model, in the order of `KVDtype`.
+
+    Returns nothing if every one has the same effect, because rules decide every layer.
+    """
     nameable = [dtype for dtype in KVDtype if dtype.format.name in known_names()]
-    return tuple(_alternative(plan, dtype) for dtype in nameable)
+    found = [_alternative(plan, dtype) for dtype in nameable]
+    stored = _stored(plan.target.kv)
+    if all(kv is not None and _stored(kv) == stored for _, kv in found):
+        return ()
+    return tuple(other for other, _ in found)
 
 
-def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
+def _stored(kv: KVPlan) -> list[object]:
+    """Returns what each layer stores, without the reasons."""
+    return [
+        (spec.k and spec.k.dtype, spec.v and spec.v.dtype, spec.wide and dict(spec.wide.sides))
+        for spec in kv.layers
+    ]
+
+
+def _alternative(plan: Plan, dtype: KVDtype) -> tuple[Alternative, KVPlan | None]:
     pair = PAIR_NAMES.get(dtype.format.name, (dtype, dtype))
     asked = Asked(FormatRequest(*pair), f"--kv-cache-dtype {dtype}")
     request = replace(plan.request.requests.target, explicit=(asked,))
@@ -129,10 +144,10 @@ def _alternative(plan: Plan, dtype: KVDtype) -> Alternative:
     except ConfigError as fault:
         # The last backend that was tried is the reference, which has the format's own reason.
         refused = fault.tried[-1].partition(": ")[2] if fault.tried else fault.why or fault.what
-        return Alternative(dtype, None, None, None, refused)
+        return Alternative(dtype, None, None, None, refused), None
     capacity = plan.memory_with(kv).capacity_tokens
     ratio = kv.bytes_per_token_16bit / kv.bytes_per_token if kv.bytes_per_token else None
-    return Alternative(dtype, kv.bytes_per_token, ratio, capacity)
+    return Alternative(dtype, kv.bytes_per_token, ratio, capacity), kv
 
 
 @dataclass(frozen=True, slots=True)

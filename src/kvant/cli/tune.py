@@ -141,12 +141,13 @@ def tune(
     from kvant.measure.quality.kept import measured_by
     from kvant.measure.quality.texts import read_text
     from kvant.measure.tuning.policy_file import policy_text, report
-    from kvant.measure.tuning.tune import Tuner, divide_text
+    from kvant.measure.tuning.tune import Tuner, divide_text, rows_to_choose
 
     candidates = _formats(formats)
     uniform = [parse_format(name, asked_by="--beside") for name in beside or ()]
     rows = _rows(recent, sink, recent_formats, verify_context or context, context)
     llm = measured_llm(model, dtype, device)
+    rows = rows_to_choose(llm, rows, named=recent is not None)
     read = read_text(text, llm)
     lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)
     inputs = {

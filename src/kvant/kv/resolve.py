@@ -93,7 +93,8 @@ def resolve(
     """Decides what every layer stores.
 
     Raises BadValue for rules that select nothing, BadCheckpoint for a wish that decides and cannot
-    be read (or promises scales that are not there), NotServable for a hard request without a backend.
+    be read (or promises scales that are not there), NotServable for a hard request without a backend, and for
+    wide rows beside recurrent states.
     """
     check_request(request, geometry)
     check_wide(request, geometry, around.compute_dtype)
@@ -108,7 +109,18 @@ def resolve(
         page_size=around.page_size,
         layers=layers,
     )
+    _refuse_wide_beside_states(plan, request)
     return replace(plan, warnings=(*plan_warnings(plan, checkpoint), *_without_wide(plan, request)))
+
+
+def _refuse_wide_beside_states(plan: KVPlan, request: KVRequest) -> None:
+    """Refuses wide rows for models with recurrent states, which release no page before a sequence ends."""
+    if plan.has_wide_rows and plan.has_states:
+        raise NotServable(
+            f"{request.every_wide[0].asked_by} is not offered for a model with recurrent layers",
+            why="beside states no page is released early, so wide rows of every token would be kept",
+            ways_out=(WayOut("leave the option out"),),
+        )
 
 
 def _without_wide(plan: KVPlan, request: KVRequest) -> tuple[str, ...]:

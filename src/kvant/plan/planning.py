@@ -106,7 +106,6 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         kv_cache_bytes=request.kv_cache_bytes, workspaces=beside, division=division,
         audit=audit, draft_audit=draft_audit,
     )  # fmt: skip
-    _check_wide_rows(plan)
     if memory is not None:
         plan = fit(plan, memory)
     if geometry.not_runnable is not None:
@@ -115,18 +114,6 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
         )
         plan = replace(plan, refusal=refusal)
     return plan
-
-
-def _check_wide_rows(plan: Plan) -> None:
-    """Refuses wide rows for models with recurrent states, which release no page before a sequence ends."""
-    asked = plan.request.requests.target.every_wide
-    kv = plan.target.kv
-    if asked and kv.has_wide_rows and kv.has_states:
-        raise NotServable(
-            f"{asked[0].asked_by} is not offered for a model with recurrent layers",
-            why="beside states no page is released early, so wide rows of every token would be kept",
-            ways_out=(WayOut("leave the option out"),),
-        )
 
 
 def _check_length(request: PlanRequest, geometry: ModelGeometry) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from kvant.cli.tune import RECENT, _budget, _formats, _rows
 from kvant.engine.llm import LLM
-from kvant.errors import BadValue
+from kvant.errors import BadValue, NotServable
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.groups import bytes_per_token_at
@@ -25,8 +25,17 @@ from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
 from kvant.measure.tuning.search import Option, best_within, fewest_bytes, least_kl
-from kvant.measure.tuning.tune import Lesson, Tuner, between, divide_text, plan_of_uniform
+from kvant.measure.tuning.tune import (
+    ROUNDS,
+    Lesson,
+    Tuner,
+    between,
+    divide_text,
+    plan_of_uniform,
+    rows_to_choose,
+)
 from tests.engine import tiny_chat
+from tests.models import families
 
 DTYPES = [
     KVDtype.INT8_PER_TOKEN_HEAD,
@@ -259,6 +268,46 @@ def test_two_numbers_of_rows_are_measured(tuner: Tuner, tmp_path: Path) -> None:
             for one in rows
         ]
         assert kl[0] > kl[1] > kl[2] > kl[3] > 0
+
+
+def test_layers_with_windows_have_no_wide_rows(tmp_path: Path) -> None:
+    """Half of this model's layers release what is behind their window; rules for them would be refused."""
+    path = tiny_chat.build(tmp_path, family="gemma2")
+    llm = LLM(path, dtype="float32", kv_cache_memory="1MiB")
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    lesson = divide_text(read_text(text, llm), llm, 64, 64, 256, 256)
+    int4 = KVDtype.INT4_PER_TOKEN_HEAD
+    formats = [(side, int4) for side in Side]
+    rows = ask_wide(16, 16, None, asked_by="--kv-recent-tokens 16")
+    able = {layer.index for layer in llm.planned.target.geometry.layers if layer.window is None}
+    assert 0 < len(able) < len(llm.plan.layers)
+    uniform = [FormatRequest(int4, int4)]
+    for choices in ([None, rows], [rows]):
+        kept = Kept(tmp_path, {"choices": len(choices)})
+        tuned = Tuner(llm, lesson, formats, kept, lambda *_: None, uniform, choices).for_kl(1e-3)
+        stored = {spec.geometry.index: spec.wide for spec in tuned.plan.layers}
+        assert {index for index, wide in stored.items() if wide is not None} <= able
+        assert {i for i, one in tuned.chosen.chosen.items() if one.rows is not None} <= able
+        policy = tmp_path / "policy.yaml"
+        policy.write_text(policy_text(tuned, llm.planned.target.geometry, "tiny", "kvant tune"))
+        loaded = LLM(path, dtype="float32", kv_cache_memory="2MiB", kv_cache_policy=policy)
+        assert loaded.plan.fingerprint == tuned.plan.fingerprint
+    assert tuned.plan.has_wide_rows
+
+
+def test_wide_rows_that_no_layer_can_store_are_no_choice(tmp_path: Path) -> None:
+    """Hybrids release no page before a sequence ends, so an engine refuses wide rows for them."""
+    families.build("qwen3_5_text", tmp_path)
+    llm = LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB", max_model_len=64)
+    rows = [None, ask_wide(16, 16, None, asked_by="--kv-recent-tokens 16")]
+    assert rows_to_choose(llm, rows, named=False) == [None]
+    with pytest.raises(BadValue, match="--kv-recent-tokens 16: no layer of") as fault:
+        rows_to_choose(llm, rows, named=True)
+    assert [str(way) for way in fault.value.ways_out] == ["leave the option out"]
+    int4 = FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)
+    with pytest.raises(NotServable, match="recurrent"):  # a figure of what no engine stores
+        plan_of_uniform(llm, int4, rows[1])
 
 
 def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> None:

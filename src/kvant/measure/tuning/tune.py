@@ -5,10 +5,10 @@
     3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
     4  the found policy and the best uniform formats, on text that no earlier step has read
 
-Each layer gets one of several choices of wide rows (`kvant.kv.wide`), for both sides or for one, because
-costs of sides are measured apart. Steps 1 and 2 are done for the least and the largest number of rows; costs
-of other numbers lie on a line between them. What wide rows bring depends on the length of a sequence. So step
-1 reads a window as long as the sequence whose bytes count.
+Each layer that can store wide rows (`kvant.kv.wide`) gets one of several choices of them, for both sides or
+for one, because costs of sides are measured apart. Steps 1 and 2 are done for the least and the largest
+number of rows; costs of other numbers lie on a line between them. What wide rows bring depends on the length
+of a sequence. So step 1 reads a window as long as the sequence whose bytes count.
 
 Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
 """
@@ -34,6 +34,7 @@ from kvant.kv.groups import bytes_per_token_at, wide_bytes_at
 from kvant.kv.names import FormatRequest, SideRequests, whole_formats
 from kvant.kv.request import Asked, AskedWide, KVRequest, WideRule, parse_selectors, rules_for
 from kvant.kv.spec import KVPlan
+from kvant.kv.wide import reads_all
 from kvant.measure.own_engine import plan_storing, runner_of
 from kvant.measure.quality.compare import windows_at_once
 from kvant.measure.quality.evaluate import Part, batches, comparison, run_parts, unpack
@@ -108,6 +109,28 @@ def divide_text(
         windows(text, llm, last, last)[:1] if last > context else short,
         windows(text, llm, last, rest, begin=first)[: rest // last],
     )
+
+
+def layers_with_rows(llm: LLM) -> frozenset[int]:
+    """Returns the layers that can store wide rows, by index; none beside recurrent states."""
+    geometry = llm.planned.target.geometry
+    if geometry.has_states:
+        return frozenset()
+    return frozenset(layer.index for layer in geometry.layers if reads_all(layer, geometry))
+
+
+def rows_to_choose(llm: LLM, rows: Sequence[Rows], *, named: bool) -> list[Rows]:
+    """Returns `rows`, or None alone for a model whose layers cannot store them; if named, raises BadValue."""
+    if layers_with_rows(llm):
+        return list(rows)
+    asked = next((one for one in rows if one is not None), None)
+    if named and asked is not None:
+        raise BadValue(
+            f"{asked.asked_by}: no layer of {llm.planned.target.local.name} can store wide rows",
+            why="they are those of causal layers that keep every token, in models without recurrent layers",
+            ways_out=(WayOut("leave the option out"),),
+        )
+    return [None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +216,10 @@ class Tuner:
     def length(self) -> int:
         """Tokens of the sequence whose bytes count."""
         return self.lesson.held_out.shape[1]
+
+    @cached_property
+    def _able(self) -> frozenset[int]:
+        return layers_with_rows(self.llm)
 
     @cached_property
     def _measured_rows(self) -> list[Rows]:
@@ -345,14 +372,17 @@ class Tuner:
         """Returns the ways to store each layer, without ways that another one beats."""
         found: dict[int, list[LayerOption]] = {index: [] for index, _ in self.places()}
         for rows in self._ways(options):
-            costs = {side: options[self._measured_as(rows, side)] for side in Side}
             for index in found:
+                if index not in self._able and found[index]:
+                    continue  # it stores none with any choice
+                costs = {side: options[self._measured_as(rows, index, side)] for side in Side}
                 for k in costs[Side.K][index, Side.K]:
                     for v in costs[Side.V][index, Side.V]:
                         size = self._wide_bytes(index, k.dtype, v.dtype, rows)
                         if size is not None:
                             sides = {Side.K: k, Side.V: v}
-                            found[index].append(LayerOption(sides, rows, size))
+                            stored = rows if index in self._able else None
+                            found[index].append(LayerOption(sides, stored, size))
         return {index: not_beaten(ways) for index, ways in found.items()}
 
     def _ways(self, measured: Iterable[Rows]) -> list[Rows]:
@@ -364,8 +394,10 @@ class Tuner:
                     found += [_alone(rows, side) for side in Side]
         return found
 
-    def _measured_as(self, rows: Rows, side: Side) -> Rows:
+    def _measured_as(self, rows: Rows, index: int, side: Side) -> Rows:
         """Returns the choice in `self.rows` with which the costs of this side were measured."""
+        if index not in self._able:
+            return None if None in self.rows else self.rows[0]
         if rows is None or rows in self.rows:
             return rows
         whole = (one for one in self.rows if one is not None and _alone(one, side) == rows)
@@ -509,7 +541,7 @@ class Tuner:
         (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": (plan, None)})
         policy = replace(policy, predicted=chosen.kl)
         beside = {
-            (index, side): options[self._measured_as(one.rows, side)][index, side]
+            (index, side): options[self._measured_as(one.rows, index, side)][index, side]
             for index, one in chosen.chosen.items()
             for side in Side
         }
@@ -575,13 +607,13 @@ class Tuner:
     def plan_of(self, layers: Layers, rows: Mapping[int, Rows]) -> KVPlan:
         """Returns the plan that stores these formats in these places, and the model dtype elsewhere.
 
-        rows: what layers store wide too, by index.
+        rows: what layers store wide too, by index; nothing for layers that cannot.
         """
         asked = Asked(FormatRequest(Follow.MODEL, Follow.MODEL), "kvant tune")
         rules = tuple(
             WideRule(selector, one, "kvant tune")
             for index, one in rows.items()
-            if one is not None
+            if one is not None and index in self._able
             for selector in parse_selectors(str(index), asked_by="kvant tune")
         )
         request = KVRequest(explicit=(asked,), format_defaults=False, wide_rules=rules)

@@ -408,6 +408,25 @@ def test_a_kl_budget_is_met_on_held_out_text(tuner: Tuner) -> None:
     assert small.bytes_per_token < found.bytes_per_token < tuner.wide.bytes_per_token
 
 
+def test_a_kl_budget_is_met_however_wrong_the_predictions_are(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round's policy loses more, beside its prediction, than the one before: the model dtype remains."""
+    aims = []
+    usual = Tuner._verified
+
+    def worse(self: Tuner, options: Any, chosen: Any) -> Any:
+        tuned = usual(self, options, chosen)
+        aims.append(chosen.kl)
+        figures = replace(tuned.policy.figures, kld_mean=chosen.kl * 10.0 ** len(aims))
+        return replace(tuned, policy=replace(tuned.policy, figures=figures))
+
+    monkeypatch.setattr(Tuner, "_verified", worse)
+    found = tuner.for_kl(tuner.for_bits(8.0).chosen.kl)
+    assert len(aims) > ROUNDS
+    assert aims[-1] == found.policy.figures.kld_mean == 0.0
+
+
 def test_budgets_that_cannot_be_met_show_the_closest(tuner: Tuner, tmp_path: Path) -> None:
     def told(done: int, total: int) -> None:
         raise AssertionError("measured before the budget was refused")

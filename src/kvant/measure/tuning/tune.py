@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -55,7 +56,7 @@ from kvant.measure.tuning.search import (
 from kvant.plan.resolution import resolve_again
 
 ROUNDS = 4
-"""Maximum number of verifications for --max-kl, each with a new budget."""
+"""Verifications for --max-kl after which budgets shrink by a fixed factor, down to the policy of least KL."""
 AT_ONCE = 8  # plans that read side by side; their results are kept as one part
 Told2 = Callable[[int, int], None]
 Rows = AskedWide | None
@@ -282,7 +283,7 @@ class Tuner:
         options, aim = self.options(), most
         layers = self._layers(options)
         closest: Tuned | None = None
-        for _ in range(ROUNDS):
+        for number in itertools.count(1):
             found = smallest_under(layers, aim) or least_kl(layers)
             tuned = self._verified(options, found)
             measured = tuned.policy.figures.kld_mean
@@ -292,7 +293,7 @@ class Tuner:
                 return self.beside_uniform(tuned)
             if found.bytes >= least_kl(layers).bytes:
                 break
-            aim = found.kl * most / measured * 0.95
+            aim = found.kl * (most / measured * 0.95 if number < ROUNDS else 0.25)
         assert closest is not None
         measured = closest.policy.figures.kld_mean
         raise BadValue(

@@ -304,7 +304,8 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
     if equal is not None:
         fewer = 1 - tuned.policy.bytes_per_token / equal.bytes_per_token
         console.print(
-            f"{fewer:.0%} fewer bytes than {equal.name}, the smallest of these formats that loses no more"
+            f"{abs(fewer):.0%} {'fewer' if fewer >= 0 else 'more'} bytes than {equal.name}, the smallest of "
+            "these formats that loses no more"
         )
     if save is None:
         console.print("[dim]nothing is written; --save FILE writes the policy[/]")

@@ -63,7 +63,7 @@ def test_windows_are_compared_position_by_position_in_both_paths(llm: LLM, text:
         model_of(llm), wide, {"narrow": narrow}, ids, vocab_size=llm.engine.vocab_size, decode=decode,
         told=told.append,
     )  # fmt: skip
-    assert sum(told) == compare.contender_tokens(1, ids, decode)
+    assert sum(told) == compare.contender_tokens(wide, {"narrow": narrow}, ids, decode)
     one = found["narrow"]
     for row in range(2):
         exact, other = (text_logits(model_of(llm), p, ids[row].tolist()) for p in (wide, narrow))
@@ -92,9 +92,11 @@ def test_formats_that_do_not_fit_side_by_side_give_the_same_figures(
     )
     monkeypatch.setattr(compare, "POOL_BYTES", 1)
     monkeypatch.setattr(compare, "MOST_CHUNK", 7)
+    told: list[int] = []
     apart = compare_windows(
-        *arguments, vocab_size=llm.engine.vocab_size, decode=2, told=lambda _: None
+        *arguments, vocab_size=llm.engine.vocab_size, decode=2, told=told.append
     )
+    assert sum(told) == compare.contender_tokens(*arguments[1:], 2), "the baseline is read twice"
     for name in plans:
         assert apart[name].prefill.kl == pytest.approx(both[name].prefill.kl, abs=1e-6)
 

@@ -248,9 +248,15 @@ def _timed(reader: TextReader, ids: Tensor, times: list[float]) -> Tensor:
     return logits
 
 
-def contender_tokens(num_plans: int, windows: Tensor, decode: int) -> int:
-    """Returns the tokens that `compare_windows` reads of windows [n, context] if all plans form one group."""
-    return (num_plans + 1) * (windows.numel() + decode * windows.shape[0])
+def contender_tokens(
+    baseline: KVPlan, plans: Mapping[str, KVPlan], windows: Tensor, decode: int
+) -> int:
+    """Returns the tokens that `compare_windows` reads of windows [n, context], the baseline once per group.
+
+    On a GPU, groups depend on its free memory, which may change until then.
+    """
+    num_groups = sum(1 for _ in _groups(baseline, plans, windows))
+    return (len(plans) + num_groups) * (windows.numel() + decode * windows.shape[0])
 
 
 def mean_by_position(found: Sequence[Compared], context: int, buckets: int = 32) -> list[float]:

@@ -310,7 +310,7 @@ def comparison(
         )
         return pack(found)
 
-    return Part(name, contender_tokens(len(plans), batch, decode), run)
+    return Part(name, contender_tokens(baseline, plans, batch, decode), run)
 
 
 def run_parts(

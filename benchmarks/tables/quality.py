@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.tables import Cells, percent, table
+from benchmarks.tables import Cells, held, percent, table
 
 
 @table("gsm8k", "smollm2-gsm8k.json")
@@ -488,3 +489,94 @@ def states(*data: Any) -> Cells:
                  *(f"{r['stretches'][key]:.1e}" for key in stretches)]
             )  # fmt: skip
     return lines
+
+
+@table(
+    "quality-goals", "wide-rows.json", "h200-rotation.json", "smollm2-tune-short.json",
+    "smollm2-tune-scores.json", "smollm2-tune-max-kl.json", "smollm2-calibrate.json",
+)  # fmt: skip
+def goals(rows: Any, decode: Any, short: Any, scores: Any, equal: Any, calibrated: Any) -> Cells:
+    """What was wanted of 2 to 6 bits, and what was measured."""
+    return [
+        ["goal", "measured with", "figure", "limit"],
+        *_goals_of_bits(rows),
+        *_goals_of_decoding(decode),
+        *_goals_of_policies(short, scores, equal),
+        _goal_of_calibration(calibrated["compared"]),
+    ]
+
+
+def _goals_of_bits(data: Any) -> Iterator[list[str]]:
+    """Formats with wide rows, beside formats without, at two lengths."""
+    stored = {
+        (r["format"], r["rows"], r["context"]): r
+        for run in data["runs"]
+        if run["wide_rows_in"] == "bfloat16"
+        for r in run["rows"]
+    }
+    int4 = "int4_per_token_head"
+    for most, name, kept, other, limits in (
+        ("4.6", "int4_short_feedback", "16+144", int4, (0.03, 0.10)),
+        ("3.6", "int4_short_feedback/normal2", "16+144", int4, (0.25, 0.25)),
+        ("2.7", "normal2", "16+128", "turboquant_k3/turboquant_v3", (1.0, 1.0)),
+    ):
+        what = f"{name}, {stored[name, kept, 8192]['bits']:.2f} bits"
+        for context, limit in zip((1024, 8192), limits, strict=True):
+            one, beside = (stored[key] for key in ((name, kept, context), (other, "0+0", context)))
+            share = one["kld_mean"] / beside["kld_mean"]
+            goal = f"{most} bits: KL at {context:,} tokens, of {other}"
+            yield [goal, what, f"{share:.2g}x", held(share, limit)]
+        if most == "4.6":
+            same = one["same_top"]
+            yield [f"{most} bits: same top token at {context:,} tokens", what,
+                   percent(same, digits=1), held(same, 0.97, least=True, shown="97 %")]  # fmt: skip
+
+
+def _goals_of_decoding(data: Any) -> Iterator[list[str]]:
+    for bits, key, limit in (("4", "int4+bf16", 0.42), ("3", "s4n2+bf16", 0.40)):
+        share = data["rows"][f"{key} tree"]["of_bf16"]
+        goal = f"{bits} bits: time of decode attention, of bfloat16"
+        yield [goal, _form(key), f"{share:.3f}x", held(share, limit)]
+
+
+def _goals_of_policies(short: Any, scores: Any, equal: Any) -> Iterator[list[str]]:
+    """Policies beside the best uniform formats of this page with no more bytes, or no more KL."""
+    without, beside = (
+        "a policy without wide rows",
+        "rows per layer, beside uniform formats with rows",
+    )
+    entries = scores["entries"]
+    uniform = {
+        name: one for name, one in entries.items() if not name.startswith(("policy", "int8 keys"))
+    }
+    policies = {
+        bits: entries[f"policy, {bits} bits{more}, rows in float16/int8_per_token_head"]
+        for bits, more in (
+            ("4.5", ", with normal2 at 6 times its cost"),
+            ("5", ""),
+            ("5.5", ""),
+            ("6", ""),
+        )
+    }
+    for what, some, others in (
+        (without, short["policies"], short["uniform"]),
+        (beside, policies, uniform),
+    ):
+        for bits, policy in some.items():
+            share = _share_of_kl(policy, others)
+            goal = f"policy of {bits} bits: KL, of the best uniform format"
+            yield [goal, what, f"{share:.2f}x", held(share, 0.6)]
+    saved = 1 - equal["policy"]["bytes_per_token"] / equal["uniform"]["fp8_e4m3"]["bytes_per_token"]
+    goal = "bytes saved at the KL of fp8_e4m3"
+    yield [goal, without, percent(saved), held(saved, 0.2, least=True, shown="20 %")]
+
+
+def _goal_of_calibration(compared: Any) -> list[str]:
+    best = min(compared, key=lambda name: compared[name]["kld_mean"])
+    share = compared[best]["kld_mean"] / compared["uncalibrated"]["kld_mean"]
+    return [
+        "fp8_e4m3 with calibrated scales: KL, of scale 1.0",
+        best,
+        f"{share:.2f}x",
+        held(share, 1.0),
+    ]

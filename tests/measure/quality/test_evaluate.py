@@ -21,8 +21,17 @@ from kvant.measure.own_engine import plan_storing
 from kvant.measure.quality import compare, evaluate, generation
 from kvant.measure.quality import kept as on_disk
 from kvant.measure.quality.compare import compare_windows, mean_by_position
-from kvant.measure.quality.evaluate import Part, choose_contenders, pack, run_parts, unpack
+from kvant.measure.quality.evaluate import (
+    Evaluation,
+    Extent,
+    Part,
+    choose_contenders,
+    pack,
+    run_parts,
+    unpack,
+)
 from kvant.measure.quality.kept import Kept, measured_by
+from kvant.measure.quality.report import report
 from kvant.measure.quality.texts import LEAST_POSITIONS, check_length, read_text, windows
 from kvant.measure.teacher_forced import text_logits
 from kvant.models.loaded import LoadedModel
@@ -281,6 +290,27 @@ def test_an_interrupted_evaluation_goes_on_and_measures_nothing_twice(tmp_path: 
     assert found["a"]["x"].tolist() == found["b"]["x"].tolist() == [0, 1, 2]
     assert told[-1] == (10, 10)
     assert len(Kept(tmp_path, {"text": 2})) == 0, "other inputs have parts of their own"
+
+
+def test_formats_that_do_not_fit_side_by_side_are_kept_apart(
+    llm: LLM, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an interruption in a long window loses a group, not all formats."""
+    read = read_text(text, llm)
+    extent = Extent((48,), 96, 4, 0, 0, 0, 0, ())
+    formats = [parse_format(name, asked_by="test") for name in ("fp8", "int8_per_token_head")]
+    chosen = choose_contenders(llm, WIDE, formats, None, named=True)
+    reports = []
+    for room, count in ((compare.POOL_BYTES, 1), (1, 2)):
+        monkeypatch.setattr(compare, "POOL_BYTES", room)
+        evaluation = Evaluation(llm, chosen, read, extent)
+        parts = {part.name: part.run(lambda _: None) for part in evaluation.parts()}
+        assert len(parts) == count * len({name.rpartition("-")[0] for name in parts})
+        reports.append(report(evaluation, parts))
+    assert reports[0]["noise_floor"]["positions"] == reports[1]["noise_floor"]["positions"]
+    for one, other in zip(*(found["formats"].values() for found in reports), strict=True):
+        assert one["kld_mean"] == pytest.approx(other["kld_mean"], rel=1e-3)
+        assert one["positions"] == other["positions"]
 
 
 def test_a_part_counts_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

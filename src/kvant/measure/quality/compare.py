@@ -76,7 +76,7 @@ def compare_windows(
     """
     windows = windows.to(model.device)
     found: dict[str, Compared] = {}
-    for group in _groups(baseline, plans, windows):
+    for group in _groups(baseline, plans, windows, _room(windows.device)):
         found |= _compare(
             model, baseline, group, windows, vocab_size, decode, told, scales or {}, recorder
         )
@@ -123,12 +123,23 @@ def windows_at_once(
     )
 
 
-def _groups(
-    baseline: KVPlan, plans: Mapping[str, KVPlan], windows: Tensor
+def kept_together(
+    baseline: KVPlan, plans: Mapping[str, KVPlan], windows: Tensor, device: torch.device
 ) -> Iterator[dict[str, KVPlan]]:
-    """Groups as many plans as the pools have room for, at least one."""
+    """Divides plans into groups to keep apart on disk, so that an interruption loses one of them at most.
+
+    `compare_windows` reads the same groups, except where a GPU has less memory free now.
+    """
+    return _groups(
+        baseline, plans, windows, POOL_BYTES if device.type != "cuda" else _GPU_POOL_BYTES
+    )
+
+
+def _groups(
+    baseline: KVPlan, plans: Mapping[str, KVPlan], windows: Tensor, room: int
+) -> Iterator[dict[str, KVPlan]]:
+    """Groups as many plans as pools of `room` bytes hold, at least one."""
     group: dict[str, KVPlan] = {}
-    room = _room(windows.device)
     used = first = _pool_bytes(baseline, *windows.shape)
     for name, plan in plans.items():
         size = _pool_bytes(plan, *windows.shape)
@@ -255,7 +266,7 @@ def contender_tokens(
 
     On a GPU, groups depend on its free memory, which may change until then.
     """
-    num_groups = sum(1 for _ in _groups(baseline, plans, windows))
+    num_groups = sum(1 for _ in _groups(baseline, plans, windows, _room(windows.device)))
     return (len(plans) + num_groups) * (windows.numel() + decode * windows.shape[0])
 
 

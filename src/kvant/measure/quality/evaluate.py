@@ -30,6 +30,7 @@ from kvant.measure.quality.compare import (
     Told,
     compare_windows,
     contender_tokens,
+    kept_together,
     windows_at_once,
 )
 from kvant.measure.quality.kept import Arrays, Kept, measured_by
@@ -209,7 +210,9 @@ class Evaluation:
                 device=self.model.device,
             )  # fmt: skip
             for name, batch in batches(formats_at(context), texts, most):
-                found.append(self._comparison(name, who.formats, batch, decode))
+                groups = kept_together(who.baseline, who.formats, batch, self.model.device)
+                for number, group in enumerate(groups):
+                    found.append(self._comparison(f"{name}-{number}", group, batch, decode))
         if extent.side_tokens and who.k_only:
             batch = windows(self.text, self.llm, extent.side_tokens, 0)[:1]
             sides = {f"k {name}": plan for name, plan in who.k_only.items()}

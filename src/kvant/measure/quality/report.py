@@ -124,12 +124,13 @@ def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
 
 
 def _of_context(parts: Mapping[str, Arrays], context: int) -> dict[str, list[Compared]]:
-    """Returns every format's batches."""
+    """Returns every format's batches. The noise floor is that of each batch's first group of formats."""
     found: dict[str, list[Compared]] = {}
     for part, arrays in parts.items():
         if part.startswith(formats_at(context)):
             for name, one in unpack(arrays).items():
-                found.setdefault(name, []).append(one)
+                if name or part.endswith("-0"):
+                    found.setdefault(name, []).append(one)
     return found
 
 

@@ -37,7 +37,7 @@ from kvant.kv.request import Asked, AskedWide, KVRequest, WideRule, parse_select
 from kvant.kv.spec import KVPlan
 from kvant.kv.wide import reads_all
 from kvant.measure.own_engine import plan_storing, runner_of
-from kvant.measure.quality.compare import windows_at_once
+from kvant.measure.quality.compare import Compared, kept_together, windows_at_once
 from kvant.measure.quality.evaluate import Part, batches, comparison, run_parts, unpack
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
@@ -522,9 +522,11 @@ class Tuner:
             device=runner_of(self.llm).device,
             option="--context" if is_measured else "--verify-context",
         )  # fmt: skip
+        device = runner_of(self.llm).device
         return [
-            comparison(self.llm, self.wide, name, plans, batch)
+            comparison(self.llm, self.wide, f"{name}-{number}", group, batch)
             for name, batch in batches(f"{what}-", ids, most)
+            for number, group in enumerate(kept_together(self.wide, plans, batch, device))
         ]
 
     # -- verifying -----------------------------------------------------------------------------
@@ -593,13 +595,16 @@ class Tuner:
     def _on_held_out(self, label: str, plans: Mapping[str, tuple[KVPlan, Rows]]) -> list[Verified]:
         stored = {name: plan for name, (plan, _) in plans.items()}
         parts = self._comparisons(f"verified-{label}", stored, self.lesson.held_out)
-        found = [unpack(part) for part in run_parts(parts, self.kept, self.told).values()]
+        found: dict[str, list[Compared]] = {}
+        for arrays in run_parts(parts, self.kept, self.told).values():
+            for name, one in unpack(arrays).items():
+                found.setdefault(name, []).append(one)
         return [
             Verified(
                 name,
                 self.stored_bytes(plan),
                 16 * self.stored_bytes(plan) / plan.bytes_per_token_16bit,
-                statistics_of(join([batch[name].prefill for batch in found])),
+                statistics_of(join([one.prefill for one in found[name]])),
                 rows=rows,
             )
             for name, (plan, rows) in plans.items()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.short_decode --out short-decode.json
 
-Layers follow each other in a captured graph, each with pages of its own, in bfloat16. "general" is the kernel
+Layers follow each other in a captured graph, each with pages of its own. "general" is the kernel
 that reads contexts of any length. Figures are medians. --cuts also measures other shapes of the CUDA kernel.
 """
 
@@ -40,17 +40,21 @@ def short_decode(
     models: Annotated[list[str] | None, typer.Option("--shape", help="Of MODELS.")] = None,
     batches: Annotated[list[int] | None, typer.Option("--batch")] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length")] = None,
+    names: Annotated[
+        list[str] | None, typer.Option("--kv-format", help="Default: bfloat16.")
+    ] = None,
     cuts: Annotated[bool, typer.Option("--cuts", help="Measure other shapes too.")] = False,
     rounds: Annotated[int, typer.Option("--rounds", min=1)] = 15,
     out: OutFile = None,
 ) -> None:
     """Measure decode attention of short contexts."""
+    formats = [KVDtype[name.upper()] for name in names or ()]
     rows: list[dict[str, Any]] = []
-    for model, batch, length in itertools.product(
-        models or MODELS, batches or BATCHES, lengths or LENGTHS
+    for stored, model, batch, length in itertools.product(
+        formats or [KVDtype.BFLOAT16], models or MODELS, batches or BATCHES, lengths or LENGTHS
     ):
-        row = {"shape": model, "sequences": batch, "tokens": length}
-        row |= measure(MODELS[model], batch, length, cuts=cuts, rounds=rounds)
+        row = {"stored": str(stored), "shape": model, "sequences": batch, "tokens": length}
+        row |= measure(MODELS[model], batch, length, stored, cuts=cuts, rounds=rounds)
         rows.append(row)
         print(*(f"{key}={value}" for key, value in row.items()), flush=True)
     if out is not None:
@@ -59,13 +63,19 @@ def short_decode(
 
 
 def measure(
-    sizes: tuple[int, int, int], batch: int, length: int, *, cuts: bool, rounds: int
+    sizes: tuple[int, int, int],
+    batch: int,
+    length: int,
+    stored: KVDtype = KVDtype.BFLOAT16,
+    *,
+    cuts: bool,
+    rounds: int,
 ) -> dict[str, Any]:
     """Returns microseconds of a layer with the general kernel and with `one_query`, and by shape if asked."""
     q_heads, kv_heads, head = sizes
     device = torch.device("cuda")
     case = Case(
-        KVDtype.BFLOAT16, KVDtype.BFLOAT16, (length,) * batch,
+        stored, stored, (length,) * batch,
         q_heads=q_heads, kv_heads=kv_heads, head_dim=head,
     )  # fmt: skip
     pages = batch * -(-length // case.page_size)
@@ -88,30 +98,33 @@ def measure(
     def layers(step: Step, shape: Shape | None) -> list[torch.Tensor]:
         outs = []
         for cache in caches:
+            if shape is not None and stored is KVDtype.BFLOAT16:
+                outs.append(one_query.attend_rotated(cache, qkv, rotation, step, params, shape))
+                continue
+            q = backend.write_rotated(cache, qkv, rotation, step)
             if shape is None:
-                q = backend.write_rotated(cache, qkv, rotation, step)
                 outs.append(backend.attend(cache, q, step, params))
             else:
-                outs.append(one_query.attend_rotated(cache, qkv, rotation, step, params, shape))
+                outs.append(one_query.attend(cache, q, step, params, shape))
         return outs
 
     # Steps that may be longer use the general kernel.
     general = replace(step, max_seqlen_kv=1 << 20)
-    chosen = one_query.shape_for(batch, kv_heads, head)
+    chosen = one_query.shape_for(batch, kv_heads, head, stored)
     kinds: dict[str, tuple[Step, Shape | None]] = {"general": (general, None)}
     kinds["short"] = (step, chosen)
     if cuts:
         for parts in itertools.product((1, 2, 4, 8), (2, 4, 8), (1, 2, 3, 4)):
             cut = Shape(*parts)
-            fits = one_query.shared_bytes(cut, head) <= 200 * 1024
+            fits = one_query.shared_bytes(cut, head, stored) <= 200 * 1024
             if fits and batch * kv_heads * cut.cluster <= 1056 and cut != chosen:
                 kinds["/".join(map(str, parts))] = (step, cut)
     for _, shape in kinds.values():
         if shape is not None:
-            sizes_of_one = head, kv_heads, q_heads // kv_heads, case.page_size
-            turn = one_query.Turn.of(rotation)
-            made = one_query.macros(shape, *sizes_of_one, torch.bfloat16, turn)
-            build.begin("kvant.attention.cuda", one_query.SOURCES, made)
+            turn = one_query.Turn.of(rotation) if stored is KVDtype.BFLOAT16 else None
+            made = one_query.macros(shape, one_query.Layer.of(caches[0], torch.bfloat16), turn)
+            files = one_query.sources(stored, stored)
+            build.begin("kvant.attention.cuda", files, made)
     right = layers(general, None)[0].double()
     found: dict[str, Any] = {"chosen": "/".join(map(str, chosen))}
     graphs = {}

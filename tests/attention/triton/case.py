@@ -150,6 +150,19 @@ def prepare(
     )  # fmt: skip
 
 
+def one_token(x: Case) -> Case:
+    """The step of a case's last token alone. x: one sequence, all of whose rows are stored."""
+    step = replace(
+        x.step,
+        cu_seqlens_q=torch.tensor([0, 1], dtype=torch.int32, device=x.q.device),
+        slot_mapping=x.step.slot_mapping[-1:],
+        positions=x.step.positions[-1:],
+        max_seqlen_q=1,
+    )
+    v = None if x.v is None else x.v[-1:]
+    return replace(x, step=step, q=x.q[-1:], k=x.k[-1:], v=v)
+
+
 def rounding(heads: int, size: int, device: str = "cpu") -> Tensor:
     """Matrices that keys are rounded with, strictly upper triangular: [heads, size, size]."""
     generator = torch.Generator().manual_seed(3)

@@ -23,18 +23,28 @@ STORED = {torch.bfloat16: KVDtype.BFLOAT16, torch.float16: KVDtype.FLOAT16}
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 129, 300, 511, 640, 1024)
 
 
-def prepare(dtype: torch.dtype = torch.bfloat16, **more: Any) -> case.Case:
+Pair = tuple[KVDtype, KVDtype]
+PAIRS: list[Pair] = [
+    *((dtype, dtype) for dtype in sorted(one_query.EIGHT, key=str)),
+    (KVDtype.FP8_E4M3, KVDtype.INT8_PER_TOKEN_HEAD),
+    (KVDtype.FP8_PER_TOKEN_HEAD, KVDtype.FP8_E5M2),
+]
+
+
+def prepare(
+    dtype: torch.dtype = torch.bfloat16, stored: Pair | None = None, **more: Any
+) -> case.Case:
     asked: dict[str, Any] = {
         "heads": (8, 2),
         "head_dims": (128, 128),
         "sequences": tuple((length, 1) for length in LENGTHS),
         **more,
     }
-    return case.prepare(STORED[dtype], dtype=dtype, **asked)
+    return case.prepare(*(stored or (STORED[dtype], STORED[dtype])), dtype=dtype, **asked)
 
 
 @pytest.mark.parametrize("dtype", list(STORED), ids=str)
-def test_numbers_in_16_bits_are_served_and_nothing_that_it_would_compute_wrongly(
+def test_numbers_in_16_and_8_bits_are_served_and_nothing_that_it_would_compute_wrongly(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     def serves(**more: Any) -> bool:
@@ -52,8 +62,15 @@ def test_numbers_in_16_bits_are_served_and_nothing_that_it_would_compute_wrongly
     assert not serves(sequences=((40, 2),))
     assert not serves(sequences=((one_query.LONGEST + 1, 1),))
     assert not serves(causal=False)
-    x = case.prepare(KVDtype.FP8_E4M3, head_dims=(128, 128), dtype=dtype)
-    assert not one_query.serves(x.cache, dtype, x.params)
+    few = tuple((length, 1) for length in LENGTHS if length <= one_query.LONGEST_EIGHT)
+    for pair in PAIRS:
+        assert serves(stored=pair, sequences=few)
+        assert not serves(stored=pair)
+    assert not serves(stored=(KVDtype.NVFP4, KVDtype.NVFP4))
+    assert not serves(stored=(STORED[dtype], KVDtype.FP8_E4M3))
+    assert not serves(stored=(KVDtype.FP8_E4M3, STORED[dtype]))
+    other = next(name for name in STORED.values() if name is not STORED[dtype])
+    assert not serves(stored=(other, other))
 
 
 def test_only_a_backend_whose_bits_may_depend_on_the_batch_has_it(
@@ -73,15 +90,20 @@ def test_only_a_backend_whose_bits_may_depend_on_the_batch_has_it(
 def test_programs_fit_a_multiprocessor_and_divide_a_row(head: int, heads: int) -> None:
     static_and_system = 12 * 1024
     for seqs in range(1, one_query.MOST_PAIRS // heads + 1):
-        shape = one_query.shape_for(seqs, heads, head)
-        assert one_query.shared_bytes(shape, head) + static_and_system <= 227 * 1024
-        assert head % (4 * shape.cluster) == 0
+        for k in (KVDtype.BFLOAT16, *one_query.EIGHT):
+            shape = one_query.shape_for(seqs, heads, head, k)
+            assert one_query.shared_bytes(shape, head, k) + static_and_system <= 227 * 1024
+            assert head % (4 * shape.cluster) == 0
 
 
-def test_the_source_is_in_the_package() -> None:
+@pytest.mark.parametrize(("k", "v"), [(KVDtype.BFLOAT16, KVDtype.BFLOAT16), *PAIRS], ids=str)
+def test_every_source_is_in_the_package(k: KVDtype, v: KVDtype) -> None:
     package = importlib.resources.files("kvant.attention.cuda")
-    text = "".join(package.joinpath(name).read_text() for name in one_query.SOURCES)
+    names = one_query.sources(k, v)
+    text = "".join(package.joinpath(name).read_text() for name in names)
     assert text.count('extern "C" __global__') == 1
+    for dtype in {k, v} & one_query.EIGHT:
+        assert text.count(f"struct {dtype.format.name} :") == 1
     assert "#include" not in text
 
 
@@ -123,6 +145,40 @@ def test_every_kind_of_attention_matches_the_reference(
     x = prepare(dtype, **variant, device="cuda")
     assert one_query.serves(x.cache, dtype, x.params)
     check(x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("k", "v"), PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"window": 100, "sinks": True},
+        {"page_size": 32, "per_head_scales": True},
+        {"head_dims": (64, 64), "heads": (16, 2)},
+        {"head_dims": (256, 256), "heads": (6, 2)},
+        {"sequences": ((5000, 1), (3, 1))},
+    ],
+    ids=str,
+)
+def test_codes_of_8_bits_match_the_reference(
+    variant: dict[str, Any], k: KVDtype, v: KVDtype
+) -> None:
+    for dtype in STORED:
+        check(prepare(dtype, (k, v), **variant, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS, ids=str)
+def test_scores_and_values_may_grow_along_the_keys(name: Pair) -> None:
+    """Maxima and value scales of the first keys are far too small for the last ones."""
+    x = prepare(stored=name, sequences=((600, 600),), device="cuda")
+    growth = torch.logspace(-4, 2, 600, base=2, device="cuda")[:, None, None].bfloat16()
+    assert x.v is not None
+    TritonBackend().write(x.cache, x.k * growth, x.v * growth, x.step)
+    last = case.one_token(x)
+    found = one_query.attend(last.cache, last.q, last.step, last.params)
+    assert case.error(found, last.expected()) < 5e-3
 
 
 @pytest.mark.gpu

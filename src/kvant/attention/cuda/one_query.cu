@@ -1,5 +1,5 @@
-// Attention of one query per sequence over keys and values in 16 bits, for sm_90a: decode steps of short contexts.
-// one_query.py compiles it, behind hopper.cuh.
+// Attention of one query per sequence over keys and values in 16 or 8 bits, for sm_90a: decode steps of short
+// contexts. one_query.py compiles it, behind hopper.cuh and the formats.
 //
 // A cluster of CLUSTER programs has one sequence and one KV head. Their warps share the stored tokens in chunks of
 // 16, each warp for itself: it copies rows to shared memory, STAGES chunks ahead, and keeps its own softmax.
@@ -8,9 +8,11 @@
 // - ROTATES: q, k and v come as one product. Programs normalise and rotate the heads, as rotated_store.py does, and
 //   one of the cluster stores the newest row and has it in shared memory.
 // - Tokens are the 16 rows of a matrix product, heads of the group its 8 columns.
+// - Codes of 8 bits (EIGHT) become float16 in registers. Queries are divided by their row's largest magnitude, and
+//   probabilities times value scales by the largest scale so far, so float16 holds them.
 // - Warps join their parts in shared memory. Programs then send theirs to the program that writes these columns.
 
-constexpr int ROW = HEAD * 2;          // bytes of a stored row
+constexpr int ROW = EIGHT ? HEAD : HEAD * 2;  // bytes of a stored row, without its scale
 constexpr int PITCH = ROW + 16;        // of a row in shared memory: eight rows have different banks
 constexpr int CHUNK = 16;              // tokens
 constexpr int STAGE = 2 * CHUNK * PITCH;  // keys, then values
@@ -19,11 +21,14 @@ constexpr int PART = HEAD + 4;         // floats of a row of a warp's result
 constexpr int COLUMNS = 8;             // heads of a product
 constexpr int SLICE = GROUP * HEAD / CLUSTER;  // numbers that a program writes
 constexpr float LOG2E = 1.4426950408889634f;
+constexpr bool SCALED = SCALED_K || SCALED_V;  // rows have scales
+constexpr float HEADROOM = 32768.0f;           // of probabilities times value scales
+static_assert(!(EIGHT && ROTATES), "another kernel encodes rows of 8 bits");
 static_assert(GROUP <= COLUMNS && SLICE % 4 == 0 && CLUSTER <= STEPS * 4, "");
 static_assert(WARPS * STAGES * STAGE == SHARED_BYTES, "one_query.py counts as this file does");
 
 __device__ __forceinline__ void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if (BFLOAT16)
+  if (BFLOAT16 && !EIGHT)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
@@ -141,6 +146,8 @@ __device__ __forceinline__ float sink_of(const void* sinks, int kind, int head) 
   return float_of(((const u16*)sinks)[head]);
 }
 
+__device__ __forceinline__ u32 packed(float lo, float hi) { return EIGHT ? pack(lo, hi) : pack_16_bit(lo, hi); }
+
 // Adds up parts of a row: top: largest score of all parts, base 2; -infinity has no weight, and NaN stays NaN.
 __device__ __forceinline__ float weight(float part, float top) { return part == -INFINITY_ ? 0.0f : ex2(part - top); }
 __device__ __forceinline__ void add(float4& to, float by, float4 x) {
@@ -152,7 +159,8 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
           int page_bytes, const void* sinks, int sink_kind, u16* out, const int* cu, const int* lens,
           const int* __restrict__ page_table, long long max_pages, int num_tokens, int num_seqs, float softmax_scale, int window,
           const void* __restrict__ cos, const void* __restrict__ sin, const long long* positions, const long long* slots,
-          const u16* __restrict__ q_weight, const u16* __restrict__ k_weight, float eps) {
+          const u16* __restrict__ q_weight, const u16* __restrict__ k_weight, float eps,
+          const u8* k_scales, const u8* v_scales, const float* k_outer, int k_outers, const float* v_outer, int v_outers) {
   extern __shared__ __align__(128) u8 smem[];
   __shared__ __align__(8) u64 landed[WARPS][STAGES];
   __shared__ float2 of_warps[WARPS][COLUMNS];                       // top and sum of a warp's rows
@@ -174,6 +182,7 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
   const u8* codes = (lane < CHUNK ? k_codes : v_codes) + head * ROW;
   const u32 ring = smem_of(smem) + warp * (STAGES * STAGE), counters = smem_of(landed[warp]);
   const u32 my_row = ring + lane * PITCH;
+  __shared__ float scales[SCALED ? WARPS : 1][STAGES][32];  // of keys, then of values
 
   // Lanes without a token of the chunk that the query sees have another's row: it is finite, and gets no weight.
   auto token_of = [&](int i) { return min(max((first + slot + i * SLOTS) * CHUNK + lane % CHUNK, begin), length - 1); };
@@ -184,6 +193,14 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
   for (int i = 0; i < STAGES; ++i) pages[i] = i < mine ? table[token_of(i) / PAGE] : 0;
   int page = STAGES < mine ? table[token_of(STAGES) / PAGE] : 0;
   // With ROTATES the newest row is not copied: it comes from `newest`.
+  auto copy_chunk = [&](int i, int stage, int page) {  // this lane's row of chunk i
+    copy_row(my_row + stage * STAGE, row_at(token_of(i), page), counters + 8 * stage);
+    if (SCALED) {
+      const u8* from = row_of(lane < CHUNK ? k_scales : v_scales, page, page_bytes) + (token_of(i) % PAGE * HEADS + head) * 4;
+      if (lane < CHUNK ? SCALED_K : SCALED_V) copy_small<4>(smem_of(&scales[warp][stage][lane]), from, true);
+      arrive_with_copies(counters + 8 * stage);
+    }
+  };
   auto is_newest = [&](int i) { return token_of(i) == length - 1; };
   auto expect_chunk = [&](int i, int stage) {
     const int rows = ROTATES ? __popc(__ballot_sync(~0u, !is_newest(i))) : 2 * CHUNK;
@@ -192,7 +209,7 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
   };
   if (lane == 0) {
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) make_counter(counters + 8 * i, 1);
+    for (int i = 0; i < STAGES; ++i) make_counter(counters + 8 * i, SCALED ? 33 : 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncwarp();
@@ -200,7 +217,7 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
   for (int i = 0; i < STAGES; ++i) {
     if (i < mine) {
       expect_chunk(i, i);
-      if (!is_newest(i)) copy_row(my_row + i * STAGE, row_at(token_of(i), pages[i]), counters + 8 * i);
+      if (!is_newest(i)) copy_chunk(i, i, pages[i]);
     }
   }
 
@@ -278,9 +295,35 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #pragma unroll
   for (int i = 0; i < STAGES; ++i)
-    if (i < mine && is_newest(i)) copy_row(my_row + i * STAGE, row_at(token_of(i), pages[i]), counters + 8 * i);
+    if (i < mine && is_newest(i)) copy_chunk(i, i, pages[i]);
   const int token = cu[seq];
   const bool there = cu[seq + 1] > token;
+#if EIGHT
+  // Lane t multiplies the columns 16 s + 4 t to 16 s + 4 t + 3 of step s.
+  float largest = 0.0f;
+  {
+    const u16* from = q_ptr + token * q_token + (long long)(head * GROUP + g) * q_head + 4 * t;
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      const uint2 x = there && g < GROUP ? *(const uint2*)(from + 16 * s) : make_uint2(0, 0);
+      float a, b, c, d;
+      unpack_16_bit(a, b, q[s][0] = x.x);
+      unpack_16_bit(c, d, q[s][1] = x.y);
+      largest = fmaxf(largest, fmaxf(fmaxf(fabsf(a), fabsf(b)), fmaxf(fabsf(c), fabsf(d))));
+    }
+  }
+  largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+  largest = fmaxf(fmaxf(largest, __shfl_xor_sync(~0u, largest, 2)), 1.0e-30f);
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float a, b;
+      unpack_16_bit(a, b, q[s][h]);
+      q[s][h] = pack(a * (1.0f / largest), b * (1.0f / largest));
+    }
+  }
+#else
   {
     const u16* from = q_ptr + token * q_token + (long long)(head * GROUP + g) * q_head + 2 * t;
 #pragma unroll
@@ -289,9 +332,21 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
       for (int h = 0; h < 2; ++h) q[s][h] = there && g < GROUP ? *(const u32*)(from + 16 * s + 8 * h) : 0;
   }
 #endif
+#endif
 
   // ---- chunks: scores [16 tokens, 8 heads], results [16 columns, 8 heads] for each 16 columns
-  const float factor = softmax_scale * LOG2E;
+  float factor[2] = {softmax_scale * LOG2E, softmax_scale * LOG2E}, v_factor = 1.0f;
+#if EIGHT
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    factor[h] *= __shfl_sync(~0u, largest, 4 * (2 * t + h));
+    if (k_outers) factor[h] *= k_outer[head * (k_outers - 1)];
+  }
+  if (v_outers) v_factor = v_outer[head * (v_outers - 1)];
+#endif
+#if SCALED_V
+  float reference = 7.888609052210118e-31f;  // 2^-100
+#endif
   const u32 k_at = ring + lane % 16 * PITCH + lane / 16 * 16;
   const u32 v_at = ring + CHUNK * PITCH + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 16;
   float top[2] = {-INFINITY_, -INFINITY_}, sum[2] = {0.0f, 0.0f}, acc[STEPS][4];
@@ -315,7 +370,13 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       u32 a[4];
+#if EIGHT
+      const u32 from = ring + stage * STAGE + g * PITCH + 16 * s + 4 * t;
+      FORMAT_K::Code::pairs(lds_u(from), a[0], a[2]);
+      FORMAT_K::Code::pairs(lds_u(from + 8 * PITCH), a[1], a[3]);
+#else
       ldsm(a, k_at + stage * STAGE + 32 * s);
+#endif
       multiply(s % 2 ? odd : even, a, q[s][0], q[s][1]);
     }
     const int at = (first + slot + i * SLOTS) * CHUNK + g;
@@ -323,7 +384,9 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
 #pragma unroll
     for (int x = 0; x < 4; ++x) {
       const int place = at + x / 2 * 8;
-      p[x] = place >= begin && place < length ? (even[x] + odd[x]) * factor : -INFINITY_;
+      float score = (even[x] + odd[x]) * factor[x % 2];
+      if (SCALED_K) score *= scales[warp][stage][g + x / 2 * 8];
+      p[x] = place >= begin && place < length ? score : -INFINITY_;
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -334,11 +397,38 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
       p[h + 2] = ex2(p[h + 2] - higher);
       sum[h] = sum[h] * fade[h] + (p[h] + p[h + 2]);
     }
-    const u32 b0 = transposed(pack_16_bit(p[0], p[1])), b1 = transposed(pack_16_bit(p[2], p[3]));
+#if SCALED_V
+    {
+      const float first = scales[warp][stage][CHUNK + g], second = scales[warp][stage][CHUNK + 8 + g];
+      const float higher = fmaxf(reference, over_tokens(fmaxf(first, second), true)), by = HEADROOM / higher;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        fade[h] *= reference / higher;
+        p[h] *= first * by;
+        p[h + 2] *= second * by;
+      }
+      reference = higher;
+    }
+#endif
+    const u32 b0 = transposed(packed(p[0], p[1])), b1 = transposed(packed(p[2], p[3]));
+#if EIGHT
+    u32 codes_of[4];  // of tokens 2 t, 2 t + 1 and those 8 behind them, at columns 4 g to 4 g + 3 of 32
+#endif
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
       u32 a[4];
+#if EIGHT
+      if (s % 2 == 0) {
+        const u32 from = ring + stage * STAGE + (CHUNK + 2 * t) * PITCH + 16 * s + 4 * g;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) codes_of[n] = lds_u(from + (n % 2 + n / 2 * 8) * PITCH);
+      }
+      const u32 pick = s % 2 ? 0x7632 : 0x5410;
+      FORMAT_V::Code::split(prmt(codes_of[0], codes_of[1], pick), a[0], a[1]);
+      FORMAT_V::Code::split(prmt(codes_of[2], codes_of[3], pick), a[2], a[3]);
+#else
       ldsm_t(a, v_at + stage * STAGE + 32 * s);
+#endif
 #pragma unroll
       for (int x = 0; x < 4; ++x) acc[s][x] *= fade[x % 2];
       multiply(acc[s], a, b0, b1);
@@ -346,8 +436,7 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
     __syncwarp();  // all lanes have read the chunk
     if (i + STAGES < mine) {
       expect_chunk(i + STAGES, stage);
-      if (!ROTATES || !is_newest(i + STAGES))
-        copy_row(my_row + stage * STAGE, row_at(token_of(i + STAGES), page), counters + 8 * stage);
+      if (!ROTATES || !is_newest(i + STAGES)) copy_chunk(i + STAGES, stage, page);
       if (i + STAGES + 1 < mine) page = table[token_of(i + STAGES + 1) / PAGE];
     }
     if (++stage == STAGES) { stage = 0; parity ^= 1; }
@@ -355,6 +444,11 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
 
   // ---- the warps' parts, in place of their chunks
   float* const part = (float*)(smem + warp * (STAGES * STAGE));
+#if SCALED_V
+  v_factor *= reference / HEADROOM;
+#endif
+  // Columns of a lane's numbers: those of rows g and g + 8 of step s.
+  auto column_of = [&](int s, int half) { return EIGHT ? s / 2 * 32 + 4 * g + s % 2 * 2 + half : 16 * s + 8 * half + g; };
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     sum[h] = over_tokens(sum[h], false);
@@ -362,8 +456,8 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
     if (2 * t + h < GROUP) {
 #pragma unroll
       for (int s = 0; s < STEPS; ++s) {
-        part[(2 * t + h) * PART + 16 * s + g] = acc[s][h];
-        part[(2 * t + h) * PART + 16 * s + 8 + g] = acc[s][2 + h];
+        part[(2 * t + h) * PART + column_of(s, 0)] = acc[s][h] * v_factor;
+        part[(2 * t + h) * PART + column_of(s, 1)] = acc[s][2 + h] * v_factor;
       }
     }
   }

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from kvant.attention.base import AttentionParams, HeadNorm, HeadRotation, ShortSteps, Step
-from kvant.attention.launching import address
+from kvant.attention.launching import address, outer, plane_addresses
 from kvant.kernels.cuda import build
 from kvant.kernels.cuda.build import FLOAT, INT, LONG, POINTER, Kernel
 from kvant.kv.dtype import KVDtype
+from kvant.kv.format import ScalePlace
 from kvant.kv.pool import LayerCache
 from kvant.kv.spec import LayerSpec
 
 LONGEST = 1024
-"""The longest context, in tokens, of a step that this kernel reads."""
-SOURCES = ("hopper.cuh", "one_query.cu")
+"""The longest context, in tokens, of a step that this kernel reads in 16 bits."""
+LONGEST_EIGHT = 512
+"""The same in 8 bits: half the bytes, which the general kernel decodes as fast as this one."""
 HEADS = (64, 128, 256)
 """Head sizes that it serves."""
 MOST_GROUPED = 8
@@ -31,12 +33,23 @@ MOST_PAIRS = 512
 """Most sequences times KV heads of a step that this kernel reads."""
 
 _CHUNK = 16
+EIGHT = frozenset(
+    {
+        KVDtype.FP8_E4M3,
+        KVDtype.FP8_E5M2,
+        KVDtype.FP8_PER_TOKEN_HEAD,
+        KVDtype.INT8_PER_TOKEN_HEAD,
+    }
+)
+"""Formats of 8 bits that it reads, in any pair. It reads 16 bits where the model computes in them."""
+
 _STORED = {torch.bfloat16: KVDtype.BFLOAT16, torch.float16: KVDtype.FLOAT16}
 _SINKS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _ARGUMENTS = (
     POINTER, LONG, LONG, POINTER, POINTER, INT, POINTER, INT, POINTER,
     POINTER, POINTER, POINTER, LONG, INT, INT, FLOAT, INT,
     POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT,
+    POINTER, POINTER, POINTER, INT, POINTER, INT,
 )  # fmt: skip
 _NORMS = {None: 0, HeadNorm.ROUNDED: 1, HeadNorm.WIDE: 2, HeadNorm.ONE: 3}
 _ANGLES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -55,7 +68,7 @@ def short_steps(cache: LayerCache, dtype: torch.dtype) -> ShortSteps | None:
     heads = cache.spec.geometry.num_kv_heads
     if not _reads(cache.spec, dtype) or heads > MOST_PAIRS:
         return None
-    return ShortSteps(LONGEST, MOST_PAIRS // heads)
+    return ShortSteps(_longest(cache.spec), MOST_PAIRS // heads)
 
 
 def takes(cache: LayerCache, step: Step) -> bool:
@@ -64,9 +77,13 @@ def takes(cache: LayerCache, step: Step) -> bool:
     return (
         step.causal
         and step.max_seqlen_q == 1
-        and step.max_seqlen_kv <= LONGEST
+        and step.max_seqlen_kv <= _longest(cache.spec)
         and pairs <= MOST_PAIRS
     )
+
+
+def _longest(spec: LayerSpec) -> int:
+    return LONGEST_EIGHT if spec.k is not None and spec.k.dtype in EIGHT else LONGEST
 
 
 def serves(cache: LayerCache, dtype: torch.dtype, params: AttentionParams) -> bool:
@@ -80,7 +97,10 @@ def _reads(spec: LayerSpec, dtype: torch.dtype) -> bool:
         spec.k is not None
         and spec.v is not None
         and spec.wide is None
-        and spec.k.dtype is spec.v.dtype is _STORED.get(dtype)
+        and (
+            spec.k.dtype is spec.v.dtype is _STORED.get(dtype)
+            or (dtype in _STORED and {spec.k.dtype, spec.v.dtype} <= EIGHT)
+        )
         and g.causal
         and g.head_dim_k == g.head_dim_v
         and g.head_dim_k in HEADS
@@ -90,18 +110,27 @@ def _reads(spec: LayerSpec, dtype: torch.dtype) -> bool:
     )
 
 
-def shape_for(num_seqs: int, heads: int, head: int) -> Shape:
-    """Returns a launch's shape. heads: of K and V; head: numbers of one."""
+def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
+    """Returns the kernel's source files, in the order in which they are concatenated."""
+    if k not in EIGHT:
+        return ("hopper.cuh", "one_query.cu")
+    formats = dict.fromkeys(f"formats/{dtype.format.codec}.cuh" for dtype in (k, v))
+    return ("hopper.cuh", "one_query.cuh", *formats, "one_query.cu")
+
+
+def shape_for(num_seqs: int, heads: int, head: int, k: KVDtype = KVDtype.BFLOAT16) -> Shape:
+    """Returns the shape that was fastest for a step. heads: of K and V, of `head` numbers stored as `k`."""
     pairs = num_seqs * heads
     if pairs > 256 or (pairs > 128 and head == 256):
         return Shape(1, 2, 3)
     cluster = 8 if pairs <= 16 else 4 if pairs <= 32 else 2 if pairs <= 128 else 1
-    return Shape(cluster, 4 if head == 256 else 8, 1)
+    return Shape(cluster, 4 if head == 256 else 8, 2 if k in EIGHT else 1)
 
 
-def shared_bytes(shape: Shape, head: int) -> int:
-    """Returns a program's bytes of dynamic shared memory. head: numbers of a head."""
-    return shape.warps * shape.stages * 2 * _CHUNK * (2 * head + 16)
+def shared_bytes(shape: Shape, head: int, k: KVDtype = KVDtype.BFLOAT16) -> int:
+    """Returns a program's bytes of dynamic shared memory. head: numbers of a head, stored as `k`."""
+    row = head if k in EIGHT else 2 * head
+    return shape.warps * shape.stages * 2 * _CHUNK * (row + 16)
 
 
 class Turn(NamedTuple):
@@ -126,42 +155,52 @@ class Turn(NamedTuple):
         )  # fmt: skip
 
 
-def macros(
-    shape: Shape,
-    head: int,
-    heads: int,
-    group: int,
-    page_size: int,
-    dtype: torch.dtype,
-    turn: Turn | None = None,
-) -> dict[str, int | str]:
-    """Returns the macros of the source. heads: of K and V, of `head` numbers; `group` queries read each.
+class Layer(NamedTuple):
+    """What the kernel is compiled for, apart from its shape.
 
-    turn: None if queries are rotated, and keys and values are stored.
+    heads: of K and V, each of `head` numbers and `group` query heads. dtype: of the queries.
     """
+
+    k: KVDtype
+    v: KVDtype
+    head: int
+    heads: int
+    group: int
+    page_size: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(cache: LayerCache, dtype: torch.dtype) -> Layer:
+        g = cache.spec.geometry
+        assert cache.spec.k is not None
+        assert cache.spec.v is not None
+        return Layer(
+            cache.spec.k.dtype, cache.spec.v.dtype, g.head_dim_k, g.num_kv_heads,
+            g.num_q_heads // g.num_kv_heads, cache.page_size, dtype,
+        )  # fmt: skip
+
+
+def macros(shape: Shape, layer: Layer, turn: Turn | None = None) -> dict[str, int | str]:
+    """Returns the macros of the source. turn: None if queries are rotated, and keys and values are stored."""
     more = (
         {} if turn is None else {key.upper(): int(value) for key, value in turn._asdict().items()}
     )
     return {
-        "HEAD": head, "HEADS": heads, "GROUP": group, "PAGE": page_size, "CLUSTER": shape.cluster,
-        "WARPS": shape.warps, "STAGES": shape.stages, "SHARED_BYTES": shared_bytes(shape, head),
-        "BFLOAT16": int(dtype is torch.bfloat16), "ROTATES": int(turn is not None), **more,
+        "HEAD": layer.head, "HEADS": layer.heads, "GROUP": layer.group, "PAGE": layer.page_size,
+        "CLUSTER": shape.cluster, "WARPS": shape.warps, "STAGES": shape.stages,
+        "SHARED_BYTES": shared_bytes(shape, layer.head, layer.k),
+        "EIGHT": int(layer.k in EIGHT), "FORMAT_K": layer.k.format.name, "FORMAT_V": layer.v.format.name,
+        "SCALED_K": int(layer.k.format.scale_place is ScalePlace.PLANE),
+        "SCALED_V": int(layer.v.format.scale_place is ScalePlace.PLANE),
+        "BFLOAT16": int(layer.dtype is torch.bfloat16), "ROTATES": int(turn is not None), **more,
     }  # fmt: skip
 
 
 @functools.cache
-def _kernel(
-    shape: Shape,
-    head: int,
-    heads: int,
-    group: int,
-    page_size: int,
-    dtype: torch.dtype,
-    turn: Turn | None,
-) -> Kernel:
-    defines = macros(shape, head, heads, group, page_size, dtype, turn)
-    shared = shared_bytes(shape, head)
-    return build.build(__package__, SOURCES, "one_query", defines, shared, _ARGUMENTS)
+def _kernel(shape: Shape, layer: Layer, turn: Turn | None) -> Kernel:
+    defines, shared = macros(shape, layer, turn), shared_bytes(shape, layer.head, layer.k)
+    files = sources(layer.k, layer.v)
+    return build.build(__package__, files, "one_query", defines, shared, _ARGUMENTS)
 
 
 def rotates(qkv: Tensor, rotation: HeadRotation, cache: LayerCache, step: Step) -> bool:
@@ -169,6 +208,7 @@ def rotates(qkv: Tensor, rotation: HeadRotation, cache: LayerCache, step: Step) 
     weights = (rotation.q_weight, rotation.k_weight)
     return (
         len(qkv) == step.seqlens_kv.shape[0]
+        and cache.k[0].dtype is qkv.dtype
         and cache.saturation is None
         and rotation.cos.shape[-1] % 2 == 0
         and rotation.cos.dtype in (qkv.dtype, torch.float32)
@@ -189,8 +229,8 @@ def attend(
     Returns [T, num_q_heads, head_dim] in q's dtype; tokens of no sequence get zeros. shape: None for the one
     that was fastest.
     """
-    if q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2 or q.stride(2) != 1:
-        q = q.contiguous()  # rows are read 4 bytes at a time
+    if q.data_ptr() % 8 or q.stride(0) % 4 or q.stride(1) % 4 or q.stride(2) != 1:
+        q = q.contiguous()  # rows are read 8 bytes at a time
     return _launch(cache, q, q.stride(0), q.stride(1), step, params, shape, None)
 
 
@@ -217,20 +257,13 @@ def _launch(
     rotation: HeadRotation | None,
 ) -> Tensor:
     """Returns [T, num_q_heads, head_dim]. rows: queries; with `rotation`, also keys and values."""
-    g = cache.spec.geometry
-    tokens, num_seqs, heads, head = (
-        len(rows),
-        step.seqlens_kv.shape[0],
-        g.num_kv_heads,
-        g.head_dim_k,
-    )
-    out = rows.new_empty(tokens, g.num_q_heads, head)
+    layer = Layer.of(cache, rows.dtype)
+    tokens, num_seqs = len(rows), step.seqlens_kv.shape[0]
+    out = rows.new_empty(tokens, layer.heads * layer.group, layer.head)
     if tokens == 0:
         return out
-    shape = shape or shape_for(num_seqs, heads, head)
-    turn = None if rotation is None else Turn.of(rotation)
-    group = g.num_q_heads // heads
-    kernel = _kernel(shape, head, heads, group, cache.page_size, rows.dtype, turn)
+    shape = shape or shape_for(num_seqs, layer.heads, layer.head, layer.k)
+    kernel = _kernel(shape, layer, None if rotation is None else Turn.of(rotation))
     sinks = params.sinks
     turned: tuple[object, ...] = (0, 0, 0, 0, 0, 0, 0.0)
     if rotation is not None:
@@ -239,15 +272,17 @@ def _launch(
             step.slot_mapping.data_ptr(), address(rotation.q_weight), address(rotation.k_weight),
             rotation.eps,
         )  # fmt: skip
+    (k_codes, k_scales), (v_codes, v_scales) = map(plane_addresses, (cache.k, cache.v))
     kernel.launch(
-        (shape.cluster * heads, num_seqs),
+        (shape.cluster * layer.heads, num_seqs),
         32 * shape.warps,
         (
-            rows.data_ptr(), row_stride, head_stride, cache.k[0].data_ptr(), cache.v[0].data_ptr(),
+            rows.data_ptr(), row_stride, head_stride, k_codes, v_codes,
             cache.page_stride, address(sinks), 0 if sinks is None else _SINKS[sinks.dtype],
             out.data_ptr(), step.cu_seqlens_q.data_ptr(), step.seqlens_kv.data_ptr(),
             step.page_table.data_ptr(), step.page_table.stride(0), tokens, num_seqs,
-            params.scale, params.window or 0, *turned,
+            params.scale, params.window or 0, *turned, k_scales, v_scales,
+            address(cache.k_scale), outer(cache.k_scale), address(cache.v_scale), outer(cache.v_scale),
         ),
         ahead=True,
     )  # fmt: skip

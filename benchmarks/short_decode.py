@@ -37,7 +37,7 @@ LENGTHS = (160, 256, 384, 1024)
 
 
 def short_decode(
-    models: Annotated[list[str] | None, typer.Option("--shape", help="Of MODELS.")] = None,
+    models: Annotated[list[str] | None, typer.Option("--shape", help="Default: all.")] = None,
     batches: Annotated[list[int] | None, typer.Option("--batch")] = None,
     lengths: Annotated[list[int] | None, typer.Option("--length")] = None,
     names: Annotated[

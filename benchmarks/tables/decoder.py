@@ -56,6 +56,12 @@ def rows(*data: Any) -> Cells:
 
 WIDE_HEADS = "h200-loads-gemma-3-12b-wide-heads.json"
 LONG = "h200-loads-gemma-3-12b-long.json"
+SHORT = "h200-loads-gemma-3-12b-short.json"
+
+
+@table("short-contexts", SHORT)
+def short_contexts(data: Any) -> Cells:
+    return wide_heads(data)
 
 
 @table("wide-heads", WIDE_HEADS)

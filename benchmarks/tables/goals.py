@@ -41,7 +41,7 @@ FILES = {
     "idle256": scheduler.IDLE_FILES[0],
     "idle1024": scheduler.IDLE_FILES[1],
     **decoder.FILES,
-    "gemma-3-12b": decoder.WIDE_HEADS,
+    "gemma-3-12b": decoder.SHORT,
     **{f"vLLM's {shape}": beside_vllm.shape_files(shape)[0] for shape in beside_vllm.SHAPES},
     **{f"Kvant's {shape}": beside_vllm.shape_files(shape)[1] for shape in beside_vllm.SHAPES},
     "faster qwen3-30b-a3b": decoder.COPIED,

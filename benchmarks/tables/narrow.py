@@ -10,15 +10,15 @@ from benchmarks.tables.throughput import output_tokens_per_second
 
 _MODELS = {
     "Qwen3-8B, bfloat16": ("Qwen3-8B, bfloat16", None, None),
-    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, parts of a sum read at once", 430, 9000),
+    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, short contexts in one launch", 430, 9000),
     "Qwen3-8B, fp8, head bfloat16": ("Qwen3-8B, fp8, norms folded", None, None),
-    "Qwen3-8B, int4": ("Qwen3-8B, int4, parts of a sum read at once", 620, 9500),
+    "Qwen3-8B, int4": ("Qwen3-8B, int4, short contexts in one launch", 620, 9500),
     "Qwen3-8B, int4, head bfloat16": ("Qwen3-8B, int4, norms folded", None, None),
     "Qwen3-8B, GGUF as Q4_K_M": ("Qwen3-8B, GGUF as Q4_K_M", None, None),
     "Qwen3-8B, GGUF as Q8_0": ("Qwen3-8B, GGUF as Q8_0", None, None),
     "Qwen3-30B-A3B, bfloat16": ("qwen3-30b-a3b", None, None),
     "Qwen3-30B-A3B, fp8 in blocks": (
-        "Qwen3-30B-A3B, fp8 blocks as stored, experts chosen in products", 550, None,
+        "Qwen3-30B-A3B, fp8 blocks as stored, short contexts in one launch", 550, None,
     ),
     "gpt-oss-20b, bfloat16": ("gpt-oss-20b", None, None),
     "gpt-oss-20b, mxfp4": ("gpt-oss-20b, mxfp4 as stored, one checkpoint with vLLM", 450, 4500),

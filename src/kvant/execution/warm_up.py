@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -41,10 +42,14 @@ def warm_up(
 
     def run(lengths: tuple[int, ...]) -> Tensor:
         step = _nowhere(lengths, model.plan.page_size, model.device, max_num_seqs)
+        ids, index = torch.zeros_like(step.positions), (step.cu_seqlens_q[1:] - 1).to(torch.int64)
+        if step.max_seqlen_q == 1 and not model.batch_invariant:  # long contexts use another kernel
+            forward(ids, in_all_groups(replace(step, max_seqlen_kv=max_model_len)), index)
+        return forward(ids, in_all_groups(step), index)
+
+    def in_all_groups(step: Step) -> Step:
         others = len(pool.arena.layout.of_tokens) - 1
-        step = through(step, [(step.page_table, step.slot_mapping)] * others)
-        ids = torch.zeros_like(step.positions)
-        return forward(ids, step, (step.cu_seqlens_q[1:] - 1).to(torch.int64))
+        return through(step, [(step.page_table, step.slot_mapping)] * others)
 
     # Imported here: only machines with a GPU have Triton.
     from kvant.attention.triton.prefill import prepare

@@ -112,6 +112,7 @@ def warm(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
         plan=SimpleNamespace(page_size=16),
         device=device,
         dtype=torch.bfloat16,
+        batch_invariant=False,
         measure=lambda most_tokens: None,
     )
     warm_up(model, pool, forward, 4, 600, 500, lambda done, of: None)
@@ -161,6 +162,19 @@ def test_threads_that_compile_work_on_the_gpu_of_the_thread_that_waits(
     monkeypatch.setattr(triton_draw, "draw_once", lambda logits: seen.add(chosen.gpu))
     warm(forward, monkeypatch)
     assert seen == {3}
+
+
+def test_decodes_of_short_and_of_long_contexts_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest: dict[int, set[int]] = {}
+
+    def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
+        longest.setdefault(step.max_seqlen_q, set()).add(step.max_seqlen_kv)
+        return torch.zeros(len(logits_index), 9)
+
+    monkeypatch.setattr(triton_draw, "draw_once", lambda logits: None)
+    warm(forward, monkeypatch)
+    assert longest[1] == {1, 500}
+    assert longest[300] == {300}
 
 
 def test_a_step_that_fails_in_a_thread_fails_the_start_and_leaves_no_thread(

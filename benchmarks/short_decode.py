@@ -21,7 +21,6 @@ from benchmarks.command import run_command
 from kvant.attention.base import AttentionParams, HeadRotation, Step
 from kvant.attention.cuda import one_query
 from kvant.attention.cuda.one_query import Shape
-from kvant.attention.triton.backend import TritonBackend
 from kvant.cli.output import OutFile, write_json
 from kvant.kernels.cuda import build
 from kvant.kv.dtype import KVDtype
@@ -93,6 +92,8 @@ def measure(
     angles = torch.rand(length, head // 2, device=device).bfloat16()
     rotation = HeadRotation(angles.cos(), angles.sin(), True, weight, weight, 1e-6)
     params = AttentionParams(head**-0.5)
+    from kvant.attention.triton.backend import TritonBackend  # only machines with a GPU have Triton
+
     backend = TritonBackend()
 
     def layers(step: Step, shape: Shape | None) -> list[torch.Tensor]:
@@ -123,7 +124,7 @@ def measure(
         if shape is not None:
             turn = one_query.Turn.of(rotation) if stored is KVDtype.BFLOAT16 else None
             made = one_query.macros(shape, one_query.Layer.of(caches[0], torch.bfloat16), turn)
-            files = one_query.sources(stored, stored)
+            files = one_query.sources(stored, stored, turn)
             build.begin("kvant.attention.cuda", files, made)
     right = layers(general, None)[0].double()
     found: dict[str, Any] = {"chosen": "/".join(map(str, chosen))}

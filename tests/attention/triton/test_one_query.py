@@ -96,14 +96,25 @@ def test_programs_fit_a_multiprocessor_and_divide_a_row(head: int, heads: int) -
             assert head % (4 * shape.cluster) == 0
 
 
-@pytest.mark.parametrize(("k", "v"), [(KVDtype.BFLOAT16, KVDtype.BFLOAT16), *PAIRS], ids=str)
-def test_every_source_is_in_the_package(k: KVDtype, v: KVDtype) -> None:
+TURN = one_query.Turn(1, 128, False, True, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "turn"),
+    [(KVDtype.BFLOAT16, KVDtype.BFLOAT16, turn) for turn in (None, TURN)]
+    + [(*pair, None) for pair in PAIRS],
+    ids=str,
+)
+def test_every_source_is_in_the_package(
+    k: KVDtype, v: KVDtype, turn: one_query.Turn | None
+) -> None:
     package = importlib.resources.files("kvant.attention.cuda")
-    names = one_query.sources(k, v)
+    names = one_query.sources(k, v, turn)
     text = "".join(package.joinpath(name).read_text() for name in names)
     assert text.count('extern "C" __global__') == 1
     for dtype in {k, v} & one_query.EIGHT:
         assert text.count(f"struct {dtype.format.name} :") == 1
+    assert ("Angles angles_of(" in text) == (turn is not None)
     assert "#include" not in text
 
 

@@ -110,12 +110,12 @@ def _reads(spec: LayerSpec, dtype: torch.dtype) -> bool:
     )
 
 
-def sources(k: KVDtype, v: KVDtype) -> tuple[str, ...]:
-    """Returns the kernel's source files, in the order in which they are concatenated."""
-    if k not in EIGHT:
-        return ("hopper.cuh", "one_query.cu")
-    formats = dict.fromkeys(f"formats/{dtype.format.codec}.cuh" for dtype in (k, v))
-    return ("hopper.cuh", "one_query.cuh", *formats, "one_query.cu")
+def sources(k: KVDtype, v: KVDtype, turn: Turn | None = None) -> tuple[str, ...]:
+    """Returns the kernel's source files, in order of their concatenation. turn: as in `macros`."""
+    if k in EIGHT:
+        formats = dict.fromkeys(f"formats/{dtype.format.codec}.cuh" for dtype in (k, v))
+        return ("hopper.cuh", "one_query.cuh", *formats, "one_query.cu")
+    return ("hopper.cuh", *(() if turn is None else ("turned_heads.cuh",)), "one_query.cu")
 
 
 def shape_for(num_seqs: int, heads: int, head: int, k: KVDtype = KVDtype.BFLOAT16) -> Shape:
@@ -199,7 +199,7 @@ def macros(shape: Shape, layer: Layer, turn: Turn | None = None) -> dict[str, in
 @functools.cache
 def _kernel(shape: Shape, layer: Layer, turn: Turn | None) -> Kernel:
     defines, shared = macros(shape, layer, turn), shared_bytes(shape, layer.head, layer.k)
-    files = sources(layer.k, layer.v)
+    files = sources(layer.k, layer.v, turn)
     return build.build(__package__, files, "one_query", defines, shared, _ARGUMENTS)
 
 

@@ -37,8 +37,9 @@ class LongQuery:
 class Step:
     """One forward over packed sequences. It is passed as an argument and is never global.
 
-    Kernels may read its tensors while the kernel before them still runs. So at least one ordinary launch,
-    which starts after all launches before it have ended, lies between what writes them and the first layer.
+    Kernels may read its tensors, and stored rows that it does not write, while the kernel before them still
+    runs. So at least one ordinary launch, which starts after all launches before it have ended, lies between
+    what writes them and the first layer.
 
     The sequences of a step are concatenated in the token dimension T.
     cu_seqlens_q: [num_seqs + 1] int32, offsets of each sequence's query tokens in T.

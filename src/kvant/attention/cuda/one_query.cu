@@ -123,7 +123,7 @@ one_query(const u16* q_ptr, long long q_token, long long q_head, const u8* k_cod
 #pragma unroll
   for (int i = 0; i < STAGES; ++i) pages[i] = i < mine ? table[token_of(i) / PAGE] : 0;
   int page = STAGES < mine ? table[token_of(STAGES) / PAGE] : 0;
-  // With ROTATES the newest row is not copied: it comes from `newest`.
+  // With ROTATES the newest row is not copied: it comes from `heads`.
   auto copy_chunk = [&](int i, int stage, int page) {  // this lane's row of chunk i
     copy_row(my_row + stage * STAGE, row_at(token_of(i), page), counters + 8 * stage);
     if (SCALED) {

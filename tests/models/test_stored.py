@@ -27,14 +27,22 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.select import choose, select_forward
-from kvant.models.stored import NotStored, Stored, read_stored, refuse_unreadable
+from kvant.models.stored import (
+    NotStored,
+    Stored,
+    decoded_here,
+    read_stored,
+    refuse_integers,
+    refuse_unreadable,
+)
 from kvant.plan.plan import PlanRequest
 from kvant.plan.scale_values import check_values
 from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
 from tests.models import tiny
-from tests.models.tiny_narrow import DIALECTS, build, packed
+from tests.models.tiny_narrow import DIALECTS, Layer, build, packed, whole_bytes
+from tests.models.tiny_narrow_experts import build as build_experts
 from tests.planned import plan_of
 
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -308,26 +316,32 @@ def test_orders_of_inputs_that_are_none_are_refused_in_planning_and_at_start(
     assert refused.value.ways_out
 
 
-@pytest.mark.parametrize("zero_points", [False, True])
-@pytest.mark.parametrize(
-    ("bits", "size"),
-    [
-        (2, 32),
-        (3, 32),
-        (3, None),
-        (4, None),
-        (4, 16),
-        (5, 48),
-        (6, 96),
-        (7, 32),
-        (8, 48),
-        (8, None),
-    ],
-)
-def test_packed_integers_without_a_product_are_decoded_to_their_numbers(
-    bits: int, size: int | None, zero_points: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+_BITS_AND_GROUPS = [
+    (2, 32), (3, 32), (3, None), (4, None), (4, 16), (5, 48), (6, 96), (7, 32), (8, 48), (8, None),
+]  # fmt: skip
+_IN_BYTES = [(8, "tensor", None), (8, "channel", None), (8, "group", 48), (4, "group", 32)]
+_WITHOUT_PRODUCT = [
+    layer
+    for zero_points in (False, True)
+    for layer in (
+        *(packed(bits, size, zero_points=zero_points) for bits, size in _BITS_AND_GROUPS),
+        *(whole_bytes(*of, zero_points=zero_points) for of in _IN_BYTES),
+    )
+]
+
+
+def _shown(declared: object) -> str | None:
+    if not isinstance(declared, dict):
+        return None
+    weights = declared["config_groups"]["group_0"]["weights"]
+    return "-".join(map(str, (declared["format"], *weights.values())))
+
+
+@pytest.mark.parametrize(("declared", "layer"), _WITHOUT_PRODUCT, ids=_shown)
+def test_integers_without_a_product_are_decoded_to_their_numbers(
+    declared: dict[str, Any], layer: Layer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DIALECTS, "x", packed(bits, size, zero_points=zero_points))
+    monkeypatch.setitem(DIALECTS, "x", (declared, layer))
     sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 1}
     path, numbers = build(tmp_path, "x", **sizes)
     compute = ComputeDtype.BFLOAT16
@@ -412,6 +426,36 @@ def test_reordered_inputs_are_never_left_to_transformers(more: dict[str, Any], s
     assert refused.ways_out
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = "weight"
     assert refuse_unreadable(config) is None
+
+
+@pytest.mark.parametrize(
+    ("more", "inputs", "says"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, {"type": "int"}, "experts"),
+        ({"text_config": {"model_type": "qwen2"}}, None, "without input_activations"),
+        ({"text_config": {"model_type": "qwen2"}}, {"type": "int"}, None),
+    ],
+)
+def test_integers_in_bytes_that_transformers_cannot_read_are_refused(
+    more: dict[str, Any], inputs: dict[str, Any] | None, says: str | None
+) -> None:
+    declared = copy.deepcopy(DIALECTS["ct int8"][0])
+    declared["config_groups"]["group_0"]["input_activations"] = inputs
+    config = {**more, "quantization_config": declared}
+    assert decoded_here(config) is None
+    refused = refuse_integers(config)
+    assert (says in refused.why) if says and refused else refused is None
+    declared["format"] = "pack-quantized"
+    assert refuse_integers(config) is None
+
+
+def test_experts_in_bytes_are_refused_by_plan_and_start_on_a_cpu(tmp_path: Path) -> None:
+    path, _ = build_experts(tmp_path, "ct int8")
+    assert plan_of(PlanRequest(str(path), GPU)).can_run
+    planned = plan_of(PlanRequest(str(path), CPU))
+    assert any("cannot join such experts" in line for line in planned.obstacles)
+    with pytest.raises(NotServable, match="cannot join such experts"):
+        LLM(path)
 
 
 def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:

@@ -87,6 +87,35 @@ def packed(bits: int, size: int | None, *, zero_points: bool) -> tuple[dict[str,
     return _group("pack-quantized", **declared), make
 
 
+def whole_bytes(
+    bits: int, strategy: str, size: int | None, *, zero_points: bool
+) -> tuple[dict[str, Any], Layer]:
+    """compressed-tensors' integers in a byte each. size: of groups, None for another strategy."""
+    declared: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": not zero_points}
+    declared |= {"strategy": strategy, "group_size": size}
+    low, high = -(1 << (bits - 1)), 1 << (bits - 1)
+
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[Tensors, Tensor]:
+        rows, columns = weight.shape
+        shape = (1, 1) if strategy == "tensor" else (rows, columns // (size or columns))
+        codes = torch.randint(low, high, weight.shape, generator=generator)
+        scales = (torch.rand(shape, generator=generator) * 0.01 + 0.01).bfloat16()
+        zeros = torch.zeros(shape)
+        if zero_points:
+            zeros = torch.randint(low, high, shape, generator=generator)
+        across = columns // shape[1]
+        spread = (codes - zeros.repeat_interleave(across, 1)).float()
+        numbers = spread * scales.float().repeat_interleave(across, 1)
+        if strategy == "tensor":
+            scales, zeros = scales.reshape(1), zeros.reshape(1)
+        tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
+        if zero_points:
+            tensors["weight_zero_point"] = zeros.to(torch.int8)
+        return tensors, numbers
+
+    return _group("int-quantized", **declared), make
+
+
 INPUT_SCALE = 0.0625
 """By which layers of dialects with static scales round what they multiply."""
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.errors import BadCheckpoint, WayOut
+from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
-from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS
+from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS, PLAIN
 from kvant.models.geometry.weight_names import (
     by_precedence,
     exceptions,
@@ -55,6 +55,9 @@ _LAYOUTS = (
     "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized",
 )  # fmt: skip
 """compressed-tensors' layouts of stored weights."""
+
+_IN_BYTES = ("int-quantized", "naive-quantized")
+"""Layouts in which each integer has a byte."""
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "type": ("int", "float"),
@@ -233,6 +236,31 @@ def refuse_unreadable(config: Mapping[str, Any]) -> BadCheckpoint | None:
             why=str(fault),
             ways_out=(COMPARE_CONFIG,),
         )
+    return None
+
+
+def refuse_integers(config: Mapping[str, Any]) -> NotServable | None:
+    """Returns why transformers cannot read compressed-tensors' integers in bytes; None if it can.
+
+    Only for weights that are left to it. `refuse_unreadable` must accept the config.
+    """
+    fields = Fields(config).inside("quantization_config")
+    if fields is None or fields.text("quant_method") not in COMPRESSED_TENSORS:
+        return None
+    for group, weights, layout in linear_groups(fields):
+        if weights.text("type") != "int" or layout not in _IN_BYTES:
+            continue
+        why = ""
+        if lists_experts(config):
+            why = "transformers cannot join such experts"
+        elif group.inside("input_activations") is None and not group.has("format"):
+            why = "compressed-tensors takes integers without input_activations for packed ones"
+        if why:
+            return NotServable(
+                f"config.json: weights are integers in the layout {shown(layout)}",
+                why=why,
+                ways_out=(PLAIN,),
+            )
     return None
 
 
@@ -577,6 +605,13 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
         if layout == "pack-quantized":
             return Scheme(Dialect.PACK_QUANTIZED, INT8_CHANNEL)
     reason = f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
+    if kind == "int" and 2 <= bits <= 8 and layout in _IN_BYTES:
+        blocks = {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE), "group": (1, group)}
+        rows, columns = blocks.get(strategy or "", (1, None))
+        if columns is None or columns < 0:
+            return NotStored(reason)
+        fmt = WeightFormat(f"int{bits}", Code.INT8, rows, columns, Scale.FLOAT16, not symmetric)
+        return Scheme(Dialect.INT_QUANTIZED, fmt, no_product=reason)
     if kind == "int" and 2 <= bits <= 8 and layout == "pack-quantized":
         found: Scheme | NotStored = NotStored(reason)
         if strategy == "group" and bits == 4:

@@ -23,7 +23,14 @@ from kvant.models.locate import locate
 from kvant.models.overrides import with_overrides
 from kvant.models.read_shape import read_shape
 from kvant.models.select import select_forward
-from kvant.models.stored import Stored, decoded_here, read_blocks, read_stored, refuse_unreadable
+from kvant.models.stored import (
+    Stored,
+    decoded_here,
+    read_blocks,
+    read_stored,
+    refuse_integers,
+    refuse_unreadable,
+)
 from kvant.models.weights import read_stored_weights
 from kvant.plan.device import device_memory
 from kvant.plan.facts import Facts, ModelFacts
@@ -124,7 +131,7 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
     refusal = refusal or refuse_unreadable(config)
     if refusal is None and not ours and not _are_kept(config, shape.geometry, device):
-        refusal = refuse_weights(published, local.path, device)
+        refusal = refuse_weights(published, local.path, device) or refuse_integers(config)
     tensors = None
     if headers is not None:
         tensors = {

@@ -88,9 +88,11 @@ def read(
         scales = tensors["weight_scale_inv" if dialect is Dialect.FP8 else "weight_scale"]
         return _wide_scales(fmt, rows, columns, codes, scales)
     if dialect is Dialect.INT_QUANTIZED:
-        return _wide_scales(
-            fmt, rows, columns, tensors["weight"].view(torch.uint8), tensors["weight_scale"]
-        )
+        zeros = None
+        if fmt.zero_points:
+            zeros = tensors["weight_zero_point"].view(torch.uint8) ^ 0x80
+        codes = tensors["weight"].view(torch.uint8)
+        return _eight_bits(fmt, rows, columns, codes, tensors["weight_scale"], zeros)
     if dialect in (Dialect.NVFP4_PACK, Dialect.MXFP4_PACK, Dialect.MODELOPT_NVFP4):
         packed = tensors["weight" if dialect is Dialect.MODELOPT_NVFP4 else "weight_packed"]
         codes = torch.stack((packed & 15, packed >> 4), -1).view(rows, columns)
@@ -110,7 +112,7 @@ def read(
     if dialect is Dialect.PACK_QUANTIZED:
         return _packed(scheme, rows, columns, tensors, order)
     words = tensors["qweight"]
-    zeros: Tensor | None = None
+    zeros = None
     if dialect is Dialect.AWQ:
         codes = _unpack(words, 4, _AWQ_ORDER).t()
         if fmt.zero_points:
@@ -153,22 +155,38 @@ def _packed(
     codes = _sorted(_unpack_stream(tensors["weight_packed"], bits, columns), order)
     zeros = None
     if fmt.zero_points:
-        zeros = _unpack_stream(tensors["weight_zero_point"].t(), bits, rows).contiguous()
-    made = replace(fmt, scale=_SCALE_OF[scales.dtype])
+        zeros = _unpack_stream(tensors["weight_zero_point"].t(), bits, rows).t()
     if fmt.code is Code.INT8:
         above = 128 - (1 << (bits - 1))
-        signed = (codes + above) ^ 0x80
-        if zeros is not None:
-            zeros += above
-        if fmt.columns == WHOLE:
-            made = replace(fmt, scale=Scale.FLOAT32)
-            zeros = None if zeros is None else zeros.reshape(-1)
-            weight = _wide_scales(made, rows, columns, signed, scales)
-            return replace(weight, zeros=zeros)
-        grouped = scales.t().contiguous()
-        return NarrowWeight(made, rows, columns, signed.contiguous(), grouped, zeros, order=order)
+        zeros = None if zeros is None else zeros + above
+        return _eight_bits(fmt, rows, columns, (codes + above) ^ 0x80, scales, zeros, order)
+    made = replace(fmt, scale=_SCALE_OF[scales.dtype])
     packed = pack_nibbles(codes, fmt.columns)
+    zeros = None if zeros is None else zeros.t().contiguous()
     return NarrowWeight(made, rows, columns, packed, scales.t().contiguous(), zeros, order=order)
+
+
+def _eight_bits(
+    fmt: WeightFormat,
+    rows: int,
+    columns: int,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    order: Tensor | None = None,
+) -> NarrowWeight:
+    """Reads integers of up to 8 bits: codes, uint8 [rows, columns], in two's complement.
+
+    zeros: zero point + 128, uint8 in the shape of the scales, or None.
+    """
+    if fmt.columns == WHOLE:
+        made = replace(fmt, scale=Scale.FLOAT32)
+        weight = _wide_scales(made, rows, columns, codes, scales)
+        return replace(weight, zeros=None if zeros is None else zeros.reshape(-1))
+    made = replace(fmt, scale=_SCALE_OF[scales.dtype])
+    zeros = None if zeros is None else zeros.t().contiguous()
+    grouped = scales.t().contiguous()
+    return NarrowWeight(made, rows, columns, codes.contiguous(), grouped, zeros, order=order)
 
 
 def _unpack_stream(words: Tensor, bits: int, count: int) -> Tensor:

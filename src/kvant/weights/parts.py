@@ -85,7 +85,10 @@ def _parts_of_weight(scheme: Scheme, rows: int, columns: int) -> dict[str, Part]
     if dialect in (Dialect.FLOAT_QUANTIZED, Dialect.MODELOPT_FP8):
         return {"weight": codes, "weight_scale": scale}
     if dialect is Dialect.INT_QUANTIZED:
-        return {"weight": Part(Role.CODES, ("I8",), ((rows, columns),)), "weight_scale": scale}
+        found = {"weight": Part(Role.CODES, ("I8",), ((rows, columns),)), "weight_scale": scale}
+        if fmt.zero_points:
+            found["weight_zero_point"] = Part(Role.ZERO_POINTS, ("I8",), shared)
+        return found
     if dialect in (Dialect.NVFP4_PACK, Dialect.MXFP4_PACK, Dialect.MODELOPT_NVFP4):
         packed = Part(Role.CODES, ("U8",), ((rows, columns // 2),))
         if dialect is Dialect.MXFP4_PACK:

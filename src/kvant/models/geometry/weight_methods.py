@@ -21,7 +21,8 @@ from kvant.kv.checkpoint.json_file import read_json_object
 MODELOPT_FILE = "hf_quant_config.json"
 COMPRESSED_TENSORS = ("compressed-tensors", "compressed_tensors")
 MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mixed")
-_PLAIN = WayOut("take the model's unquantised weights")
+PLAIN = WayOut("take the model's unquantised weights")
+"""The way out for stored weights that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,20 +130,20 @@ def refuse_weights(
         return NotServable(
             f"{where}: weights are quantised by {name or 'no named method'}",
             why="transformers has no reader for such weights",
-            ways_out=(_PLAIN,),
+            ways_out=(PLAIN,),
         )
     if device.kind is DeviceKind.CPU and not method.on_cpu:
         return NotServable(
             f"{where}: weights are quantised by {name}, which runs on GPUs only",
             why="transformers has no products of such weights for a CPU",
-            ways_out=(_PLAIN,),
+            ways_out=(PLAIN,),
         )
     missing = [package for package in method.packages if not _is_installed(package)]
     if missing:
         return NotServable(
             f"{where}: weights are quantised by {name}, which needs a package that is not installed",
             why=f"transformers reads them with {' and '.join(missing)}",
-            ways_out=(WayOut(f"install it: pip install {_distributions(missing)}"), _PLAIN),
+            ways_out=(WayOut(f"install it: pip install {_distributions(missing)}"), PLAIN),
         )
     return None
 
@@ -177,5 +178,5 @@ def _refuse_modelopt(declared: Mapping[str, Any], path: Path) -> ConfigError | N
     return NotServable(
         f"{path}: weights are quantised by ModelOpt as {algorithm}",
         why="transformers has no reader for ModelOpt's weights",
-        ways_out=(_PLAIN,),
+        ways_out=(PLAIN,),
     )

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from kvant import LLM
+from kvant import LLM, SamplingParams
 from kvant.attention.cpu.backend import backend as cpu_backend
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
@@ -26,13 +26,14 @@ from kvant.models.fused.info import INFO as FUSED
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
+from kvant.models.quantized import check_decoded
 from kvant.models.select import choose, select_forward
 from kvant.models.stored import (
     NotStored,
     Stored,
     decoded_here,
     read_stored,
-    refuse_integers,
+    refuse_left,
     refuse_unreadable,
 )
 from kvant.plan.plan import PlanRequest
@@ -443,10 +444,10 @@ def test_integers_in_bytes_that_transformers_cannot_read_are_refused(
     declared["config_groups"]["group_0"]["input_activations"] = inputs
     config = {**more, "quantization_config": declared}
     assert decoded_here(config) is None
-    refused = refuse_integers(config)
+    refused = refuse_left(config)
     assert (says in refused.why) if says and refused else refused is None
     declared["format"] = "pack-quantized"
-    assert refuse_integers(config) is None
+    assert refuse_left(config) is None
 
 
 def test_experts_in_bytes_are_refused_by_plan_and_start_on_a_cpu(tmp_path: Path) -> None:
@@ -664,3 +665,61 @@ def test_declarations_of_published_checkpoints_are_planned_and_start(
     for device in (DeviceFacts(DeviceKind.CPU), GPU):
         assert plan_of(PlanRequest(str(path), device)).can_run
     LLM(path, kv_cache_memory="1MiB")
+
+
+def _bitnet(weight: Tensor) -> Tensor:
+    """Four outputs in a byte, all of them 0."""
+    return torch.full((weight.shape[0] // 4, weight.shape[1]), 0x55, dtype=torch.uint8)
+
+
+def _mxfp8_scales(weight: Tensor) -> Tensor:
+    return torch.full((weight.shape[0], weight.shape[1] // 32), 120, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("method", "scale", "is_read"),
+    [
+        ("mxfp8", "weight_scale_inv", True),
+        ("mxfp8", "scale", True),
+        ("mxfp8", "weight_scale", False),
+        ("bitnet", "weight_scale", True),
+        ("bitnet", "scales", False),
+    ],
+)
+def test_scales_that_transformers_does_not_find_are_refused_by_plan_and_start(
+    method: str, scale: str, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(weight: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
+        if method == "bitnet":
+            return {"weight": _bitnet(weight), scale: torch.ones(1)}, weight
+        return {"weight": weight.to(torch.float8_e4m3fn), scale: _mxfp8_scales(weight)}, weight
+
+    monkeypatch.setitem(DIALECTS, "x", ({"quant_method": method}, make))
+    path, _ = build(tmp_path, "x", num_hidden_layers=1)
+    planned = plan_of(PlanRequest(str(path), CPU))
+    assert planned.can_run is is_read, planned.warnings
+    if is_read:
+        assert LLM(path, kv_cache_memory="1MiB").generate([[5, 6]], SamplingParams(max_tokens=1))
+        return
+    with pytest.raises(BadCheckpoint, match=r"proj\.weight_scale(_inv)? is missing"):
+        LLM(path, kv_cache_memory="1MiB")
+
+
+def test_codes_that_nothing_decodes_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    model = tiny.make("llama")
+    check_decoded(tmp_path, model)
+    up = model.get_submodule("model.layers.1.mlp.up_proj")
+    codes = up.weight.data.to(torch.float8_e4m3fn)
+    up.weight = torch.nn.Parameter(codes, requires_grad=False)
+    with pytest.raises(BadCheckpoint, match=r"up_proj\.weight holds codes"):
+        check_decoded(tmp_path, model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_mxfp4_of_families_beside_gpt_oss_is_refused(family: str) -> None:
+    config = {"model_type": family, "quantization_config": {"quant_method": "mxfp4"}}
+    refused = refuse_left(config)
+    assert refused is not None
+    assert family in refused.what
+    assert refused.ways_out
+    assert refuse_left({**config, "model_type": "gpt_oss"}) is None

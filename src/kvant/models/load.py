@@ -42,6 +42,7 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.narrow import NarrowConfig, make_narrow, round_activations
 from kvant.models.quantization import Activations, Quantization
 from kvant.models.quantized import (
+    check_decoded,
     check_nothing_quantises_kv,
     check_weights,
     decode_weights,
@@ -162,6 +163,7 @@ def _load_module(
                 module, unused = _read_weights(path, config, compute, device, narrow, divided)
         if narrow is None and kept is None:
             decode_weights(module, compute)
+        check_decoded(path, module)
         if divided is not None:
             divided.finish(module)
     if rounds_itself:

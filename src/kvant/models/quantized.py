@@ -16,7 +16,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvant.attention.need import DeviceFacts
-from kvant.errors import EngineFault
+from kvant.errors import BadCheckpoint, EngineFault
+from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.models.geometry.weight_methods import (
     COMPRESSED_TENSORS,
     is_modelopt,
@@ -82,6 +83,24 @@ def decode_weights(model: PreTrainedModel, compute: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.dtype in _HALF:
             parameter.data = parameter.data.to(compute)
+
+
+def check_decoded(path: Path, model: nn.Module) -> None:
+    """Raises BadCheckpoint if a module of the model's own code has codes as its numbers.
+
+    transformers leaves codes there if the files have their scales under other names. Its quantisers have
+    modules of their own.
+    """
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith(("torch.nn.", "transformers.models.")):
+            continue
+        for short, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype.itemsize == 1:
+                raise BadCheckpoint(
+                    f"{path}: {name}.{short} holds codes ({parameter.dtype}) that nothing decodes",
+                    why="transformers found no scales for them by the names it knows",
+                    ways_out=(COMPARE_CONFIG,),
+                )
 
 
 def is_compressed(config: PreTrainedConfig) -> bool:

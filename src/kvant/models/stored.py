@@ -56,6 +56,14 @@ _LAYOUTS = (
 )  # fmt: skip
 """compressed-tensors' layouts of stored weights."""
 
+_SCALES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("fp8", "mxfp8"), ("weight_scale_inv", "scale", "qscale_weight")),
+    **dict.fromkeys(("bitnet", "fbgemm_fp8", *COMPRESSED_TENSORS), ("weight_scale",)),
+}
+"""Names that transformers reads scales by, behind a layer's name, if codes are the tensor `weight`."""
+
+_OF_GPT_OSS = "transformers reads mxfp4 as experts of gpt-oss alone"
+
 _IN_BYTES = ("int-quantized", "naive-quantized")
 """Layouts in which each integer has a byte."""
 
@@ -126,9 +134,13 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class NotStored:
-    """The reason why a checkpoint's narrow weights must be decoded."""
+    """The reason why a checkpoint's narrow weights must be decoded.
+
+    scales: names behind a layer's of the tensor that transformers reads as its scales; () if unknown.
+    """
 
     reason: str
+    scales: tuple[str, ...] = ()
 
 
 def read_stored(
@@ -239,15 +251,23 @@ def refuse_unreadable(config: Mapping[str, Any]) -> BadCheckpoint | None:
     return None
 
 
-def refuse_integers(config: Mapping[str, Any]) -> NotServable | None:
-    """Returns why transformers cannot read compressed-tensors' integers in bytes; None if it can.
+def refuse_left(config: Mapping[str, Any]) -> NotServable | None:
+    """Returns why transformers cannot read narrow weights that are left to it; None if nothing is known.
 
-    Only for weights that are left to it. `refuse_unreadable` must accept the config.
+    `refuse_unreadable` must accept the config.
     """
     fields = Fields(config).inside("quantization_config")
-    if fields is None or fields.text("quant_method") not in COMPRESSED_TENSORS:
+    method = None if fields is None else fields.text("quant_method")
+    if fields is None or method is None:
         return None
-    for group, weights, layout in linear_groups(fields):
+    family = text_section(config).get("model_type")
+    if method == "mxfp4" and family != "gpt_oss":
+        return NotServable(
+            f"config.json: weights of {shown(family)} are quantised by mxfp4",
+            why=_OF_GPT_OSS,
+            ways_out=(PLAIN,),
+        )
+    for group, weights, layout in linear_groups(fields) if method in COMPRESSED_TENSORS else ():
         if weights.text("type") != "int" or layout not in _IN_BYTES:
             continue
         why = ""
@@ -278,11 +298,13 @@ def _read(config: Mapping[str, Any]) -> Stored | NotStored:
     fields = Fields(config).inside("quantization_config")
     assert fields is not None
     method = fields.text("quant_method") or ""
-    if method not in COMPRESSED_TENSORS:
-        return _read_method(config, fields, method)
-    _check_words(fields)
+    is_compressed = method in COMPRESSED_TENSORS
+    if is_compressed:
+        _check_words(fields)
     found = _read_method(config, fields, method)
     if isinstance(found, NotStored):
+        found = replace(found, scales=_SCALES.get(method, ()))
+    if is_compressed and isinstance(found, NotStored):
         for _, weights, _ in linear_groups(fields):
             if _is_reordered(weights):
                 raise BadCheckpoint(
@@ -342,9 +364,7 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
     family = model.text("model_type") or ""
     if method == "mxfp4":
         if family != "gpt_oss":
-            return NotStored(
-                f"experts of {shown(family)} in mxfp4 are decoded while they are loaded"
-            )
+            return NotStored(_OF_GPT_OSS)
         scheme = Scheme(Dialect.MXFP4_EXPERTS, MXFP4)
         left = names_chosen(fields.words("modules_to_not_convert") or ())
         words = f"experts run as they are stored: {MXFP4.summary}"

@@ -638,7 +638,7 @@ def _other(
         state, because = use_of_scale(name, use.kv)
         return TensorUse(name, layer, dtype, OF_KV, state, because, dtype, shape)
     if role is None or (role is not Role.CODES and _has_no_weight(layer, tensors)):
-        return _numbers(name, layer, dtype, shape, use, model)
+        return _numbers(name, layer, tensors, use, model)
     state, because = (
         TensorState.UNUSED,
         f"{scheme.dialect.value} has no such tensor" if scheme else "",
@@ -656,15 +656,20 @@ def _other(
     return TensorUse(name, layer, fmt, role.value, state, because, dtype, shape, fault)
 
 
-def _numbers(
-    name: str, layer: str, dtype: str, shape: tuple[int, ...], use: Use, model: _Model
-) -> TensorUse:
+def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -> TensorUse:
     """Returns a tensor of numbers that need no scale."""
-    because, state, fault = "loaded as the compute dtype", TensorState.USED, None
+    dtype, shape = tensors[name]
+    because, state = "loaded as the compute dtype", TensorState.USED
+    fault: BadCheckpoint | None = None
     if model.is_whole and not model.has(name):
         because, state = "the model that runs has no such weight", TensorState.UNUSED
     elif isinstance(use.declared, NotStored) and dtype not in _WIDE:
-        because = f"left to transformers: {use.declared.reason}"
+        because, scales = f"left to transformers: {use.declared.reason}", use.declared.scales
+        lacks = scales and not any(f"{layer}.{short}" in tensors for short in scales)
+        if lacks and name.endswith(".weight"):
+            because = f"the scales that transformers reads as {scales[0]} are missing"
+            state, what = TensorState.WRONG, f"the tensor {layer}.{scales[0]} is missing"
+            fault = BadCheckpoint(what, why=f"{name} holds codes", ways_out=(COPY_AGAIN,))
     elif name.endswith(".weight") and dtype not in _WIDE:
         because, state = (
             f"{_no_format(use)}, so its codes would be taken for numbers",

@@ -28,7 +28,7 @@ from kvant.models.stored import (
     decoded_here,
     read_blocks,
     read_stored,
-    refuse_integers,
+    refuse_left,
     refuse_unreadable,
 )
 from kvant.models.weights import read_stored_weights
@@ -131,7 +131,7 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
     refusal = refusal or refuse_unreadable(config)
     if refusal is None and not ours and not _are_kept(config, shape.geometry, device):
-        refusal = refuse_weights(published, local.path, device) or refuse_integers(config)
+        refusal = refuse_weights(published, local.path, device) or refuse_left(config)
     tensors = None
     if headers is not None:
         tensors = {

@@ -556,6 +556,26 @@ def test_a_probed_model_misses_every_kind_of_tensor_of_its_files(name: str, tmp_
             assert one.removesuffix(".weight") in str(refused)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2_moe", {"num_experts": 0}),
+        ("qwen2_moe", {"decoder_sparse_step": 100}),
+        ("qwen2_moe", {"decoder_sparse_step": 2}),
+        ("qwen3_moe", {"decoder_sparse_step": 100}),
+    ],
+)
+def test_experts_stand_for_no_dense_layers(
+    family: str, changes: dict[str, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    families.build(family, path)
+    assert audit(path).refusal is None
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    _refused_by_both(path, r"mlp\.down_proj\.weight is missing")
+
+
 @pytest.mark.parametrize("name", ["dots1", "cosmos3_edge"])
 def test_files_in_the_form_of_the_modules_are_whole_too(name: str, tmp_path: Path) -> None:
     path = tmp_path / name

@@ -310,6 +310,10 @@ _JOINED_PRODUCT = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?![_.]?bi
 _JOINED_AS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 """Names of the tensors that hold a product of all experts, by the name of one expert's."""
 
+_OF_MIXTURE = re.compile(r"\.(?:experts|shared_experts?|shared_expert_gate)\.")
+_ROUTERS = ("gate", "router")
+"""Names of routers, beside experts."""
+
 _EXPERT_0 = re.compile(r"(.*\.experts)\.0\.([^.]+)$")
 _OF_MODULE = re.compile(r"norm|conv|_ln|patch_embedding")
 """In the last part of a path: the tensor is a module's weight, though no matrix that Kvant multiplies by."""
@@ -467,15 +471,26 @@ def _find_lacking(
         for name in names
         if not _is_known(name, kinds) and _OF_RANKS.search(name) is None
     ]
-    has_others = {name.startswith(at) for name in others}
+    # Experts, shared ones and routers stand for no weight outside a mixture.
+    mixtures = {name.partition(".experts.")[0] for name in others if ".experts." in name}
+
+    def is_mixed(path: str) -> bool:
+        owner, _, last = path.removesuffix(".weight").rpartition(".")
+        return _OF_MIXTURE.search(path) is not None or (last in _ROUTERS and owner in mixtures)
+
+    sides = {True: others, False: [name for name in others if not is_mixed(name)]}
     has_decoder = bool(use.layers) and any(name.startswith(at) for name in modules)
     if model.listed is None and _are_names(use.parameters, tensors):
         # These are transformers' own names, so only others beside them may stand for them.
-        regions = {_region(_layer_of(name)) for name in others}
-        absent += [path for path in unsure if _region(path) not in regions]
+        regions = {
+            side: {_region(_layer_of(name)) for name in names} for side, names in sides.items()
+        }
+        absent += [path for path in unsure if _region(path) not in regions[is_mixed(path)]]
         unsure = []
+    has_others = {side: {name.startswith(at) for name in names} for side, names in sides.items()}
     for path in unsure:
-        if has_decoder and (path.startswith(at) not in has_others or path in alone):
+        is_replaced = path.startswith(at) in has_others[is_mixed(path)]
+        if has_decoder and (not is_replaced or path in alone):
             absent.append(path)
     found = []
     for path in absent:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from kvant.engine.llm import LLM
+from kvant import LLM, SamplingParams
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.models.geometry.mixtures import refuse_lacking_experts
 from kvant.models.read_shape import read_shape
+from kvant.plan.plan import PlanRequest
 from tests.models import families
 from tests.models.configs import published
+from tests.planned import plan_of
 
 
 @pytest.mark.parametrize(
@@ -86,3 +94,46 @@ def test_experts_in_other_formats_and_experts_stored_together_lack_nothing() -> 
     assert refuse_lacking_experts({}, apart[:1] + apart[3:4], Path("m")) is None
     together = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.gate.weight"]
     assert refuse_lacking_experts(config, together, Path("m")) is None
+
+
+@contextmanager
+def _empty_weights() -> Iterator[None]:
+    """torch warns that a weight without a number is not initialised."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")
+        yield
+
+
+@pytest.mark.parametrize("are_stored", [True, False])
+@pytest.mark.parametrize(
+    ("family", "field"),
+    [
+        ("deepseek_v2", "n_shared_experts"),
+        ("deepseek_v3", "n_shared_experts"),
+        ("dots1", "n_shared_experts"),
+        ("qwen3_next", "shared_expert_intermediate_size"),
+        ("qwen3_5_moe_text", "shared_expert_intermediate_size"),
+    ],
+)
+def test_a_model_without_shared_experts_runs(
+    family: str, field: str, are_stored: bool, tmp_path: Path
+) -> None:
+    with _empty_weights():
+        families.build(family, tmp_path, **{field: 0})
+    file = tmp_path / "model.safetensors"
+    if not are_stored:
+        held = {name: one for name, one in load_file(file).items() if one.numel()}
+        save_file(held, file, metadata={"format": "pt"})
+    planned = plan_of(PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU)))
+    assert planned.can_run, planned.warnings
+    assert planned.audit is not None
+    assert planned.audit.unused == ()
+    prompt, length = [5, 6, 7], 12
+    params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    (found,) = LLM(tmp_path, kv_cache_memory="1MiB").generate([prompt], params)
+    with _empty_weights():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=length, do_sample=False, eos_token_id=None
+    )
+    assert [*prompt, *found.token_ids] == expected[0].tolist()

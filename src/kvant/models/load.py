@@ -282,8 +282,8 @@ def _read_weights(
             f"transformers cannot load {path}", why=f"{type(fault).__name__}: {fault}"
         ) from fault
     module, info = loaded
-    _check_complete(path, info)
     assert isinstance(module, PreTrainedModel)
+    _check_complete(path, module, info)
     if narrow is not None:
         narrow.finish(module)
     check_finite(path, module)
@@ -403,10 +403,11 @@ def _matrices_in(dtype: torch.dtype | None) -> Iterator[None]:
             hook.remove()
 
 
-def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
+def _check_complete(path: Path, module: PreTrainedModel, info: Mapping[str, Any]) -> None:
     """Raises BadCheckpoint for weights that transformers would fill with random numbers.
 
-    Those are weights that the files lack, and weights that have another shape there.
+    Those are weights that the files lack, and weights that have another shape there. Weights without a
+    number, such as those of 0 shared experts, need not be there.
     """
     unlike = sorted(info["mismatched_keys"])
     if unlike:
@@ -417,7 +418,8 @@ def _check_complete(path: Path, info: Mapping[str, Any]) -> None:
             why=f"config.json makes it {list(wanted)}",
             ways_out=(COMPARE_CONFIG,),
         )
-    missing = sorted(info["missing_keys"])
+    empty = {name for name, one in module.named_parameters() if not one.numel()}
+    missing = sorted(set(info["missing_keys"]) - empty)
     if missing or info["error_msgs"]:
         shown = ", ".join(missing[:5]) + (", .." if len(missing) > 5 else "")
         raise BadCheckpoint(

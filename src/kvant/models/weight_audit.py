@@ -493,6 +493,7 @@ def _find_lacking(
         if has_decoder and (not is_replaced or path in alone):
             absent.append(path)
     found = []
+    absent = [path for path in absent if 0 not in model.dims.get(path, ())]
     for path in absent:
         weight, last = model.weight(path), path.rpartition(".")[2]
         is_module = weight is not None and (

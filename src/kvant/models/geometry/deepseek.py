@@ -64,7 +64,7 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
     hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
     size = fields.integer("moe_intermediate_size")
     count = fields.integer("n_routed_experts", "num_local_experts", "num_experts")
-    shared = fields.optional_integer("n_shared_experts") or 0
+    shared = fields.integer("n_shared_experts", least=0)
     first_sparse = fields.optional_integer("first_k_dense_replace", least=0, most=MAX_LAYERS) or 0
     bias = not v3 and fields.flag("mlp_bias")
     if fields.optional_integer("num_experts_per_tok") is None:
@@ -85,8 +85,7 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
         if v3:
             yield vector(f"{at}.mlp.gate.e_score_correction_bias", count)
         yield from experts(f"{at}.mlp", count, hidden, size)
-        if shared:
-            yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
+        yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
 
 
 _METHODS = ("greedy", "group_limited_greedy")

@@ -118,7 +118,7 @@ def _moe_weights(fields: Fields, layers: Layers, *, joined: bool = False) -> Ite
     hidden = fields.integer("hidden_size")
     count = fields.integer("num_experts", least=0)
     size = fields.integer("moe_intermediate_size")
-    shared = fields.integer("shared_expert_intermediate_size")
+    shared = fields.integer("shared_expert_intermediate_size", least=0)
     for layer in layers:
         at = layer.name.rpartition(".")[0]
         yield from _mixers(fields, layer, hidden, at, joined=joined)

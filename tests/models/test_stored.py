@@ -23,6 +23,7 @@ from kvant.errors import BadCheckpoint, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
+from kvant.models.geometry.weight_recipe import Recipe, read_recipe
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
@@ -543,6 +544,22 @@ def test_ignored_layers_keep_their_numbers() -> None:
     assert isinstance(found, Stored)
     assert found.scheme("model.layers.0.mlp.down_proj") is None
     assert found.scheme("model.layers.0.mlp.up_proj") is not None
+
+
+def test_both_lists_of_modelopt_leave_layers_alone() -> None:
+    declared = {
+        **DIALECTS["modelopt fp8"][0],
+        "ignore": ["*.o_proj"],
+        "exclude_modules": ["up_proj"],
+    }
+    config = {"quantization_config": declared}
+    found, recipe = read_stored(config, GPU), read_recipe(config)
+    assert isinstance(found, Stored)
+    assert isinstance(recipe, Recipe)
+    for name in ("self_attn.o_proj", "mlp.up_proj", "lm_head", "self_attn.q_proj"):
+        is_left = name != "self_attn.q_proj"
+        assert (found.scheme(f"model.layers.0.{name}") is None) is is_left
+        assert recipe.left_alone(f"model.layers.0.{name}") is is_left
 
 
 def test_layers_have_formats_of_their_own_and_some_have_none(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from kvant.models.geometry.weight_names import (
     exceptions,
     gptq_left_alone,
     names_chosen,
+    names_left_alone,
 )
 from kvant.models.geometry.weight_recipe import (
     FP8_LEFT,
@@ -657,9 +658,9 @@ def _whole(
     said: str = "",
     rounding: Activations | None = None,
 ) -> Stored:
-    """Reads which layers have no narrow weights: the head, and those in the first field of `lists`."""
+    """Reads which layers have no narrow weights: the head, and those in the fields of `lists`."""
     name = next((one for one in lists if fields.has(one)), lists[0])
-    left = names_chosen(("lm_head", *(fields.words(name) or ())))
+    left = names_left_alone(fields, lists)
     return Stored(((None, scheme),), left, said, rounding=rounding, exceptions=name)
 
 

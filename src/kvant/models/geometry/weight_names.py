@@ -38,6 +38,12 @@ def names_chosen(patterns: Sequence[str]) -> Chosen:
     return either
 
 
+def names_left_alone(fields: Fields, lists: Sequence[str]) -> Chosen:
+    """Returns a test for the head, and for the names that any of these fields lists."""
+    listed = (name for field in lists for name in fields.words(field) or ())
+    return names_chosen(("lm_head", *listed))
+
+
 def _names_chosen(patterns: Sequence[str]) -> Chosen:
     regexes = [re.compile(pattern[3:]) for pattern in patterns if pattern.startswith("re:")]
     plain = [pattern for pattern in patterns if not pattern.startswith("re:")]

@@ -23,6 +23,7 @@ from kvant.models.geometry.weight_names import (
     exceptions,
     gptq_left_alone,
     names_chosen,
+    names_left_alone,
 )
 
 MatrixBytes = Callable[[int, int], int]
@@ -241,9 +242,8 @@ def _nvfp4(group: int) -> MatrixBytes:
 
 
 def _whole(fields: Fields, matrix: MatrixBytes, *lists: str) -> Recipe:
-    """Returns a recipe for all matrices except the head and names in the first of `lists` that is present."""
-    names = next((fields.words(name) for name in lists if fields.has(name)), None)
-    return Recipe((_Group(None, matrix),), names_chosen(("lm_head", *(names or ()))))
+    """Returns a recipe for all matrices except the head and the names in `lists`."""
+    return Recipe((_Group(None, matrix),), names_left_alone(fields, lists))
 
 
 def _bits(fields: Fields, *names: str) -> int:

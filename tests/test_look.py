@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import kvant
-from kvant.look import DARK, LIGHT, NUM_SERIES, stylesheet
+from kvant.look import DARK, LIGHT, NUM_SERIES, counted, stylesheet
 from kvant.server.live import page
 
 SOURCE = Path(kvant.__file__).parent
@@ -18,6 +18,14 @@ def test_both_themes_have_every_colour_and_series_differ() -> None:
     for palette in (LIGHT, DARK):
         assert len({palette[f"c{i}"] for i in range(NUM_SERIES)}) == NUM_SERIES
         assert all(re.fullmatch(r"#[0-9a-f]{6}", hue) for hue in palette.values())
+
+
+def test_one_thing_is_singular() -> None:
+    assert [counted(count, "page") for count in (0, 1, 1200)] == [
+        "0 pages",
+        "1 page",
+        "1,200 pages",
+    ]
 
 
 def test_what_draws_has_no_colours_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Colours and type of everything that Kvant draws: the page at /, evaluations, and pictures of plans."""
+"""How Kvant's output looks: colours and type of pages and pictures, and numbers of things in words."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ NUM_SERIES = 14
 """Colours for formats and curves: c0 to c13."""
 
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
+
+
+def counted(count: int, thing: str) -> str:
+    """Returns a number of things in words: "1 page", "2 pages"."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def variables(palette: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from kvant.cli import model_options
 from kvant.cli.configured import configured
 from kvant.cli.output import plain
 from kvant.errors import BadValue, NotServable, RequestError, WayOut
+from kvant.look import counted
 from kvant.plan.config import EngineOptions
 from kvant.plan.settings import Settings
 
@@ -250,7 +251,7 @@ class Conversation:
                     result = engine.cancel(number)
         words.finish()
         self.console.print()
-        parts = [f"{clock.num_tokens} tokens", *clock.report()]
+        parts = [counted(clock.num_tokens, "token"), *clock.report()]
         if result.num_cached_tokens:
             parts.append(
                 f"{result.num_cached_tokens} of {result.num_prompt_tokens} prompt tokens cached"

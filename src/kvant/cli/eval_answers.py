@@ -11,6 +11,7 @@ from kvant.cli.measuring import kept_parts, progress
 from kvant.cli.output import figure_table
 from kvant.cli.progress import tracked
 from kvant.kv.names import FormatRequest
+from kvant.look import counted
 
 if TYPE_CHECKING:
     from kvant.engine.llm import LLM
@@ -71,11 +72,12 @@ def print_reasoning(found: dict[str, Any]) -> None:
     console.print(table)
     needed = [one["problems_for_5_points"] for one in found["formats"].values()]
     most = max((one for one in needed if one), default=None)
+    answers = f"{counted(found['problems'], 'problem')}, {counted(sampling['samples'], 'answer')}"
     console.print(
-        f"[dim]{found['problems']} problems, {sampling['samples']} answers each of at most "
+        f"[dim]{answers} each of at most "
         f"{sampling['answer_tokens']} tokens, temperature {sampling['temperature']}, top_p "
         f"{sampling['top_p']}; ±: standard error over problems, differences paired by problem"
-        + (f"\na difference of 5 points would need {most} problems" if most else "")
+        + (f"\na difference of 5 points would need {most:,} problems" if most else "")
         + "[/]"
     )
 

@@ -21,6 +21,7 @@ from kvant.cluster.config import ReplicaOptions, start_fault
 from kvant.cluster.front import Front
 from kvant.cluster.placement import DEPLOYMENT, asker, replicas
 from kvant.errors import EngineFault, NotServable, WayOut
+from kvant.look import counted
 from kvant.plan.settings import Settings
 from kvant.server.config import ServerConfig
 from kvant.server.serve import FORCED, bind, http_server
@@ -116,7 +117,8 @@ class _Driver:
         """Refuses new requests and waits for open ones, until a timeout or a second signal."""
         self._front.draining = True
         if self._front.num_open:
-            self._say(f"kvant: shutting down; waiting for {self._front.num_open} requests")
+            held = counted(self._front.num_open, "request")
+            self._say(f"kvant: shutting down; waiting for {held}")
         forced = asyncio.create_task(signals.get())
         end = time.monotonic() + self._config.shutdown_timeout
         while self._front.num_open and time.monotonic() < end and not forced.done():
@@ -130,8 +132,10 @@ class _Driver:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         key = "an API key is needed" if self._config.api_keys else "no API key"
         most = self._options.most or self._options.count
-        count = f"{self._options.count} to {most}" if most > self._options.count else f"{most}"
-        self._say(f"kvant: {count} replicas, application {self._name}")
+        count = counted(most, "replica")
+        if most > self._options.count:
+            count = f"{self._options.count} to {count}"
+        self._say(f"kvant: {count}, application {self._name}")
         self._say(f"kvant: ready: {self._config.served_names[0]} on {url} ({key})")
 
 

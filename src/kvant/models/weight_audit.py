@@ -21,6 +21,7 @@ from kvant.errors import BadCheckpoint, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG, COPY_AGAIN, INCOMPLETE
 from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
+from kvant.look import counted
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.quantization import Activations, Quantization, rounds
 from kvant.models.stored import NotStored, Stored
@@ -86,8 +87,8 @@ class ScalesRead:
 
     @property
     def text(self) -> str:
-        left = f"; {self.num_left} larger ones are left to the start" if self.num_left else ""
-        return f"scales: the values of {self.num_read} tensors were read{left}"
+        left = f"; left to the start: {self.num_left:,} larger" if self.num_left else ""
+        return f"scales: the values of {counted(self.num_read, 'tensor')} were read{left}"
 
 
 @dataclass(frozen=True, slots=True)

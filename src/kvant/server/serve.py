@@ -20,6 +20,7 @@ import uvicorn
 
 from kvant.errors import BadValue, WayOut
 from kvant.kv.memory import format_size, format_tokens
+from kvant.look import counted
 from kvant.plan.settings import Settings
 from kvant.sampling.generation_defaults import recommendation
 from kvant.server.app import make_app
@@ -153,7 +154,8 @@ class _Server:
         service.draining = True
         held = service.admission.held
         if held:
-            self.say(f"kvant: shutting down; waiting for {held} sequences (signal again to force)")
+            waited = counted(held, "sequence")
+            self.say(f"kvant: shutting down; waiting for {waited} (signal again to force)")
         forced = asyncio.create_task(signals.get())
         ended = time.monotonic() + self.config.shutdown_timeout
         while service.admission.held and time.monotonic() < ended and not forced.done():

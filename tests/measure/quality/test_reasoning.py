@@ -139,6 +139,7 @@ def test_the_command_prints_scores(tmp_path: Path) -> None:
     )  # fmt: skip
     assert shown.code == 0, shown.err
     assert "pass@1" in shown.out
+    assert "1 problem, 2 answers each of at most 4 tokens" in " ".join(shown.out.split())
     assert set(json.loads(out.read_text())["formats"]) == {"model", "fp8_e4m3"}
 
 

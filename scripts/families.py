@@ -22,8 +22,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.models.families import ALL_EQUAL, FAMILIES, NO_DECODERS, Compared, Ran, compare
+from tests.models.families import (
+    ALL_EQUAL,
+    FAMILIES,
+    NO_DECODERS,
+    Compared,
+    Ran,
+    compare,
+    tiny_config,
+)
 
+from kvant.models.geometry.deepseek import expanded_latents
 from kvant.models.geometry.families import is_listed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,8 +77,15 @@ def _entry(name: str, found: Compared) -> dict[str, Any]:
         "geometry": "config" if is_listed(name) else "probed",
         "forward": found.forward,
         "attention": list(found.kinds),
+        **({"expands_latents": True} if _expands_latents(name, found) else {}),
         **{dtype.value: _ran(ran) for dtype, ran in found.ran.items()},
     }
+
+
+def _expands_latents(name: str, found: Compared) -> bool:
+    config = json.loads(tiny_config(name).to_json_string(use_diff=False))
+    layers = () if found.geometry is None else found.geometry.layers
+    return expanded_latents(config, layers) is not None
 
 
 def _ran(ran: Ran) -> dict[str, Any]:
@@ -87,6 +103,7 @@ def page(record: dict[str, Any]) -> str:
     entries: dict[str, Any] = record["families"]
     runs = {name: entry for name, entry in entries.items() if entry["runs"]}
     others = {name: entry for name, entry in entries.items() if not entry["runs"]}
+    expanded = [f"`{name}`" for name, entry in runs.items() if entry.get("expands_latents")]
     own = sum(entry["forward"] in ("compiled", "fused") for entry in runs.values())
     lines = [
         "# Models",
@@ -113,6 +130,9 @@ def page(record: dict[str, Any]) -> str:
         "they decode more",
         "  slowly: Gemma-3-12B gave 66 tokens a second through the modules and 146 through the decoder on "
         "one H200.",
+        f"- transformers' modules expand the latents (MLA) of {', '.join(expanded)}.",
+        "  Their pages hold keys and values of all heads; the plan says how many numbers, and how many a "
+        "latent has.",
         "- Multimodal models take text prompts.",
         "",
         "| model_type | attention | geometry | forward on a CPU |",

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.families import is_listed
 from kvant.models.read_shape import compared
+from kvant.plan.plan import PlanRequest
 from tests.models import families
 from tests.models.families import ALL_EQUAL, FAMILIES, LOGITS_BOUND, NO_DECODERS, compare, too_old
+from tests.planned import plan_of
 
 ROOT = Path(__file__).parents[2]
 RECORD: dict[str, Any] = json.loads((ROOT / "docs" / "models.json").read_text())
@@ -145,6 +148,22 @@ def test_at_least_a_hundred_families_run() -> None:
 
 def test_the_package_serves_what_the_record_says() -> None:
     assert compared() == {name: entry["why"] for name, entry in RECORDED.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"), [("axk1", "4 of 4"), ("kimi_linear", "2 of 4"), ("glm4_moe_lite", None)]
+)
+def test_a_plan_says_what_expanded_latents_cost(
+    family: str, layers: str | None, tmp_path: Path
+) -> None:
+    families.build(family, tmp_path)
+    warnings = plan_of(PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU))).warnings
+    found = [line for line in warnings if "goes through transformers' modules" in line]
+    assert bool(found) is bool(layers)
+    assert RECORDED[family].get("expands_latents", False) is bool(layers)
+    for line in found:
+        assert f"in {layers} layers" in line
+        assert "160 numbers per token, and not its latent of 24" in line
 
 
 def test_the_page_is_the_record() -> None:

@@ -35,6 +35,7 @@ from kvant.kv.transfer.config import TransferConfig
 from kvant.models.directory import as_obstacle
 from kvant.models.forward_info import ForwardChoice
 from kvant.models.geometry import DraftFacts, MovingRotary
+from kvant.models.geometry.deepseek import expanded_latents
 from kvant.models.local import LocalModel
 from kvant.models.overrides import ConfigOverrides
 from kvant.models.quantization import Activations, Quantization
@@ -297,6 +298,9 @@ class Plan:
         if self.request.on_cpu and self.request.backend is None:
             lines += slow_layers(self.target.kv)
         lines += rounded_layers(self.target.kv)
+        expanded = expanded_latents(self.target.config, self.target.geometry.layers)
+        if expanded is not None:
+            lines.append(expanded)
         if self.draft is not None:
             faults = () if self.draft_audit is None else self.draft_audit.faults
             notes = self.draft.local.notes, self.draft.kv.warnings, faults

@@ -7,12 +7,13 @@ Only these are stored: one KV head, a "K" of both parts together, no V.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.models.geometry.family import NORMS, Family, Layers
-from kvant.models.geometry.fields import MAX_LAYERS, Fields
+from kvant.models.geometry.fields import MAX_LAYERS, Fields, text_section
 from kvant.models.geometry.parameters import (
     Weight,
     experts,
@@ -39,6 +40,25 @@ def _layers(fields: Fields, prefix: str) -> Layers:
             head_dim_v=rank,
         )
         for index in range(num_layers(fields))
+    )
+
+
+def expanded_latents(config: Mapping[str, Any], layers: Layers) -> str | None:
+    """Returns what it costs that layers keep keys and values made from latents; None if none do.
+
+    transformers' modules make them before they attend, and only Kvant's own decoder attends to latents.
+    """
+    text = text_section(config)
+    rank, rope = text.get("kv_lora_rank"), text.get("qk_rope_head_dim")
+    expanded = [layer for layer in layers if layer.attention is Attention.FULL]
+    if not expanded or type(rank) is not int or type(rope) is not int:
+        return None
+    first = expanded[0]
+    kept = first.num_kv_heads * (first.head_dim_k + first.head_dim_v)
+    return (
+        f"latent attention (MLA) in {len(expanded)} of {len(layers)} layers goes through transformers' "
+        f"modules: each keeps keys and values of all heads, {kept:,} numbers per token, and not its latent "
+        f"of {rank + rope:,}"
     )
 
 

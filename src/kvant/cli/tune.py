@@ -23,6 +23,7 @@ from kvant.cli.measuring import (
 )
 from kvant.cli.output import Format, FormatOption, OutFile, figure_table, writable, write_result
 from kvant.errors import BadValue, WayOut
+from kvant.measure.tuning.costs import Costs
 from kvant.plan.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -119,6 +120,13 @@ def tune(
             "--context.",
         ),
     ] = None,
+    costs: Annotated[
+        Costs,
+        typer.Option(
+            "--costs",
+            help="Where costs of single layers come from: readings, or estimates from gradients, on a CPU.",
+        ),
+    ] = Costs.MEASURED,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     restart: Restart = False,
@@ -159,7 +167,7 @@ def tune(
     }
     kept = kept_parts("tune", inputs, restart=restart)
     with progress(kept) as told:
-        tuner = Tuner(llm, lesson, candidates, kept, told, uniform, rows)
+        tuner = Tuner(llm, lesson, candidates, kept, told, uniform, rows, costs)
         tuned = (
             tuner.for_kl(max_kl)
             if bits is None and max_kl is not None
@@ -270,6 +278,10 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
     said = f"{dearest[1].value.upper()} of layer {dearest[0]}: {explain(tuned.options[dearest])}"
     console.print(f"most sensitive: {said}", markup=False, soft_wrap=True)
     console.print()
+    if tuned.costs is Costs.GRADIENTS:
+        console.print(
+            "[dim]costs of single layers are estimates from gradients, scaled to measured sums[/]"
+        )
     figures = figure_table("stored as", ("B/token", "bits", "mean KL", "99 %", "same top"))
     best = tuned.best_uniform
     for one in (tuned.policy, *sorted(tuned.uniform, key=lambda u: u.bytes_per_token)):

@@ -159,6 +159,15 @@ class LoadedModel:
         self._proved = True
         return found
 
+    @torch.enable_grad()
+    def forward_for_gradients(self, input_ids: Tensor, call: StepCall) -> Tensor:
+        """Runs a step like `forward`, for a backward pass to what backends get and return.
+
+        Returns unwidened logits [T, vocab_size] after every token. Only transformers' modules can do this.
+        """
+        index = torch.arange(len(input_ids), device=input_ids.device)
+        return self._forward.run(input_ids, call, index, ())[0]
+
     @property
     def last(self) -> tuple[int, nn.Module]:
         """The last decoder layer's index, and the norm between its output and the head.

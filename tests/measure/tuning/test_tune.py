@@ -23,6 +23,8 @@ from kvant.kv.request import AskedWide, check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
+from kvant.measure.tuning.costs import Costs
+from kvant.measure.tuning.gradients import check_gradients
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
 from kvant.measure.tuning.search import Option, best_within, fewest_bytes, least_kl
 from kvant.measure.tuning.tune import (
@@ -465,3 +467,92 @@ def test_one_budget_is_given_in_bits() -> None:
     ]  # fmt: skip
     with pytest.raises(BadValue, match="is no storage format"):
         _formats(["auto"])
+
+
+def test_estimated_costs_are_close_to_readings(tuner: Tuner, tmp_path: Path) -> None:
+    """In all layers but the first, whose values depend on a token alone: its errors repeat with the token."""
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    lesson = divide_text(read_text(text, tuner.llm), tuner.llm, 128, 512, 256, 256)
+    eight = parse_sides("int8_per_token_head", asked_by="test")
+    rows = [ask_wide(16, n, None, asked_by="test") for n in (8, 32)]
+    rows.append(ask_wide(16, 16, eight, asked_by="test"))
+    kept = Kept(tmp_path, {})
+    both = replace(tuner, lesson=lesson, rows=[None, *rows], kept=kept, costs=Costs.GRADIENTS)
+    formats = [KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD]
+    plans = both._plans_of_one_layer({(side, one): formats for side in Side for one in both.rows})
+    readings = both._means("alone", plans, lesson.measured)
+    estimates = both._estimates(plans)
+    assert estimates.keys() == readings.keys()
+    later = [key for key in readings if key[0] > 0]
+    assert {key: estimates[key] / readings[key] for key in later} == pytest.approx(
+        dict.fromkeys(later, 1.0), rel=0.5
+    )
+    for side in Side:
+        for one in both.rows:
+            costs = [
+                (estimates[i, side, formats[0], one], i) for i, s in both.places() if s is side
+            ]
+            assert [i for _, i in sorted(costs, reverse=True)] == [0, 1, 2, 3]
+    assert both._estimates(plans) == estimates, "kept, or drawn the same"
+
+
+def test_estimated_costs_decide_a_policy_and_are_told(tuner: Tuner, tmp_path: Path) -> None:
+    counts = (8, 16, 24, 32)
+    rows = [None, *(ask_wide(16, n, None, asked_by="test") for n in counts)]
+    one = replace(tuner, rows=rows, kept=Kept(tmp_path, {}), costs=Costs.GRADIENTS)
+    options = one.options()
+    assert list(options) == rows
+    int4 = KVDtype.INT4_PER_TOKEN_HEAD
+    for place in one.places():
+        kl = [next(o.kl for o in options[some][place] if o.dtype is int4) for some in rows]
+        assert kl == sorted(kl, reverse=True)
+    for some in (rows[0], rows[1], rows[-1]):
+        for side in Side:
+            every = [place for place in one.places() if place[1] is side]
+            plan = one._narrow_plans[side, int4, some]
+            key = side, int4, some
+            together = one._means(f"check-{key}", {key: plan}, one.lesson.whole)[key]
+            total = sum(next(o.kl for o in options[some][p] if o.dtype is int4) for p in every)
+            assert total == pytest.approx(together, rel=1e-6), "step 1 is measured"
+    tuned = one.for_bits(9.0)
+    assert tuned.policy.bits <= 9.0
+    assert tuned.policy.figures.kld_mean == pytest.approx(tuned.policy.predicted, rel=1.0)
+    geometry = tuner.llm.planned.target.geometry
+    assert report(tuned, geometry, "tiny")["costs"] == "gradients"
+    assert "estimated from gradients" in policy_text(tuned, geometry, "tiny", "kvant tune")
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gemma2", "attention of layer 0 has a soft cap"),
+        ("gemma3n", "reads the rows of layer"),
+        ("qwen3_moe", "experts"),
+    ],
+)
+def test_models_without_gradients_are_refused(family: str, why: str, tmp_path: Path) -> None:
+    llm = LLM(tiny_chat.build(tmp_path, family=family), dtype="float32", kv_cache_memory="2MiB")
+    with pytest.raises(NotServable, match="--costs gradients is not available for") as fault:
+        check_gradients(llm)
+    assert why in fault.value.why
+    assert [way.arguments for way in fault.value.ways_out] == [("--costs", "measured")]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_gradients_of_other_families(family: str, tmp_path: Path) -> None:
+    """Norms of heads, and windows."""
+    llm = LLM(tiny_chat.build(tmp_path, family=family), dtype="float32", kv_cache_memory="2MiB")
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the sea, the open sea, measured twice." for i in range(60)))
+    lesson = divide_text(read_text(text, llm), llm, 128, 512, 128)
+    int8 = KVDtype.INT8_PER_TOKEN_HEAD
+    formats = [(side, int8) for side in Side]
+    tuner = Tuner(llm, lesson, formats, Kept(tmp_path, {}), lambda *_: None)
+    plans = tuner._plans_of_one_layer({(side, None): [int8] for side in Side})
+    readings = tuner._means("alone", plans, lesson.measured)
+    estimates = tuner._estimates(plans)
+    later = [key for key in readings if key[0] > 0]
+    assert {key: estimates[key] / readings[key] for key in later} == pytest.approx(
+        dict.fromkeys(later, 1.0), rel=0.5
+    )

@@ -12,6 +12,7 @@ from kvant.kv.dtype import PAIR_NAMES, Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import AskedWide
+from kvant.measure.tuning.costs import Costs
 from kvant.measure.tuning.search import Option
 from kvant.measure.tuning.tune import Tuned, Verified
 
@@ -47,7 +48,8 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
         said += f". Bits are those of {tuned.length:,} tokens, with wide rows"
     lines = [f"# {line}" for line in textwrap.wrap(said + ".", 110, break_on_hyphens=False)]
     lines += [
-        "# After a rule: what each format adds to the KL divergence in that layer and side alone.",
+        "# After a rule: what each format adds to the KL divergence in that layer and side alone"
+        + (", estimated from gradients." if tuned.costs is Costs.GRADIENTS else "."),
         "model:",
         f"  name: {model}",
         f'  fingerprint: "{geometry.fingerprint}"',
@@ -104,6 +106,7 @@ def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
         "model": model,
         "fingerprint": geometry.fingerprint,
         "tokens": tuned.length,
+        "costs": tuned.costs.value,
         "wide_rows": _rows(tuned.rows),
         "policy": _entry(tuned.policy),
         "uniform": {one.name: _entry(one) for one in tuned.uniform},

@@ -1,13 +1,14 @@
 """One tuning: measure the cost of each format in each place, search, and verify on held-out text.
 
     1  each format on all layers' keys, or all layers' values; formats that are worse in bytes and KL drop out
-    2  each remaining format on one layer and side only
+    2  each remaining format on one layer and side only: a reading for each, or an estimate (`gradients.py`)
     3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
     4  the found policy and the best uniform formats, on text that no earlier step has read
 
 Each layer that can store wide rows (`kvant.kv.wide`) gets one of several choices of them, for both sides or
 for one, because costs of sides are measured apart. Steps 1 and 2 are done for the least and the largest
-number of rows; costs of other numbers lie on a line between them. What wide rows bring depends on the length
+number of rows; costs of other numbers lie on a line between them. Estimates of 2 are made for all numbers,
+and the factors that scale them lie on that line. What wide rows bring depends on the length
 of a sequence. So step 1 reads a window as long as the sequence whose bytes count.
 
 Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
@@ -21,9 +22,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from kvant.engine.llm import LLM
@@ -42,6 +44,8 @@ from kvant.measure.quality.evaluate import Part, batches, comparison, run_parts,
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
 from kvant.measure.quality.texts import Text, windows
+from kvant.measure.tuning.costs import Costs
+from kvant.measure.tuning.gradients import SAMPLES, Estimator, check_gradients, stored_at
 from kvant.measure.tuning.search import (
     Assignment,
     LayerOption,
@@ -65,6 +69,14 @@ Layers = Mapping[Place, KVDtype]
 Policy = Assignment[int, LayerOption]
 Key = TypeVar("Key", tuple[Side, KVDtype, Rows], tuple[int, Side, KVDtype, Rows])
 """What a plan stores in a narrow format: one side of every layer, or one side of one layer."""
+
+
+Costed = Mapping[tuple[Side, KVDtype, Rows], float]
+"""A figure of each format on one side of every layer."""
+CostedAlone = Mapping[tuple[int, Side, KVDtype, Rows], float]
+"""The cost of each format on one side of one layer."""
+Front = Mapping[tuple[Side, Rows], Sequence[KVDtype]]
+"""The formats that did not drop out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +166,9 @@ class Verified:
 class Tuned:
     """The result.
 
-    options: of every place, with measured costs beside the wide rows of its layer. chosen: the policy by
-    layer. policy, uniform: figures on held-out text. length: tokens of the sequence whose bytes count.
+    options: of every place, with costs beside the wide rows of its layer. chosen: the policy by layer.
+    policy, uniform: figures on held-out text. length: tokens of the sequence whose bytes count. costs: where
+    those of single layers come from.
     """
 
     options: Mapping[Place, Sequence[Option]]
@@ -164,6 +177,7 @@ class Tuned:
     policy: Verified
     uniform: tuple[Verified, ...]
     length: int
+    costs: Costs = Costs.MEASURED
 
     @property
     def rows(self) -> Rows:
@@ -198,7 +212,8 @@ class Tuner:
     """Runs one tuning. llm: the model; its plan stores the model dtype.
 
     formats: candidates of each side; empty for all. beside: uniform formats to verify; empty for all. rows:
-    what a layer may store wide too; if None is one of them, also each side alone.
+    what a layer may store wide too; if None is one of them, also each side alone. costs: where those of
+    single layers come from.
     """
 
     llm: LLM
@@ -208,6 +223,7 @@ class Tuner:
     told: Told2
     beside: Sequence[FormatRequest] = ()
     rows: Sequence[Rows] = (None,)
+    costs: Costs = Costs.MEASURED
 
     @property
     def wide(self) -> KVPlan:
@@ -311,6 +327,8 @@ class Tuner:
         Formats that another beats everywhere are left out. Costs of numbers of rows that were not measured
         are those of `between`.
         """
+        if self.costs is Costs.GRADIENTS:
+            check_gradients(self.llm)
         uniform = self._means("uniform", self._narrow_plans, self.lesson.whole)
         kept = {
             (side, rows): self._front(
@@ -319,30 +337,102 @@ class Tuner:
             for side in Side
             for rows in self._measured_rows
         }
+        if self.costs is Costs.GRADIENTS:
+            return self._estimated(uniform, kept)
         alone = self._means("alone", self._plans_of_one_layer(kept), self.lesson.measured)
-        options: dict[Rows, dict[Place, list[Option]]] = {}
-        for rows in self._measured_rows:
-            options[rows] = {}
-            for index, side in self.places():
-                found = [self._model_dtype(index, side)]
-                for dtype in kept[side, rows]:
-                    total = sum(alone[i, s, dtype, rows] for i, s in self.places() if s is side)
-                    scale = uniform[side, dtype, rows] / total if total > 0 else 1.0
-                    cost = alone[index, side, dtype, rows] * scale
-                    found.append(Option(dtype, self._bytes(index, side, dtype), cost))
-                options[rows][index, side] = found
-        for alike in self._alike().values():
-            less, more = alike[0], alike[-1]
-            for rows in alike[1:-1]:
-                share = math.log(rows.recent / less.recent, more.recent / less.recent)
-                options[rows] = {
-                    place: between(options[less][place], options[more][place], share)
-                    for place in self.places()
-                }
+        scales = self._scales(uniform, alone, kept)
+        options = {rows: self._scaled(rows, alone, scales) for rows in self._measured_rows}
+        for rows, (less, more, share) in self._between().items():
+            options[rows] = {
+                place: between(options[less][place], options[more][place], share)
+                for place in self.places()
+            }
         return {
             rows: {place: not_beaten(found) for place, found in options[rows].items()}
             for rows in self.rows
         }
+
+    def _estimated(self, uniform: Costed, kept: Front) -> dict[Rows, dict[Place, list[Option]]]:
+        """Returns the same as `options`, with costs of single layers from gradients."""
+        between_ends = self._between()
+        front = dict(kept)
+        for rows, (less, more, _) in between_ends.items():
+            for side in Side:
+                both = [one for one in kept[side, less] if one in kept[side, more]]
+                front[side, rows] = both
+        alone = self._estimates(self._plans_of_one_layer(front))
+        scales = self._scales(uniform, alone, kept)
+        for rows, (less, more, share) in between_ends.items():
+            for side in Side:
+                for dtype in front[side, rows]:
+                    ends = scales[side, dtype, less], scales[side, dtype, more]
+                    scales[side, dtype, rows] = ends[0] ** (1 - share) * ends[1] ** share
+        return {
+            rows: {
+                place: not_beaten(found)
+                for place, found in self._scaled(rows, alone, scales).items()
+            }
+            for rows in self.rows
+        }
+
+    def _between(self) -> dict[Rows, tuple[Rows, Rows, float]]:
+        """Returns the numbers of rows that step 1 does not read: both ends, and the share of the way."""
+        found: dict[Rows, tuple[Rows, Rows, float]] = {}
+        for alike in self._alike().values():
+            less, more = alike[0], alike[-1]
+            for rows in alike[1:-1]:
+                share = math.log(rows.recent / less.recent, more.recent / less.recent)
+                found[rows] = less, more, share
+        return found
+
+    def _scales(
+        self, uniform: Costed, alone: CostedAlone, kept: Front
+    ) -> dict[tuple[Side, KVDtype, Rows], float]:
+        """Returns the factors with which costs of single layers add up to those of all layers."""
+        found: dict[tuple[Side, KVDtype, Rows], float] = {}
+        for (side, rows), dtypes in kept.items():
+            for dtype in dtypes:
+                total = sum(alone[i, s, dtype, rows] for i, s in self.places() if s is side)
+                found[side, dtype, rows] = uniform[side, dtype, rows] / total if total > 0 else 1.0
+        return found
+
+    def _scaled(self, rows: Rows, alone: CostedAlone, scales: Costed) -> dict[Place, list[Option]]:
+        """Returns the options of every place with these wide rows, the model dtype among them."""
+        return {
+            (index, side): [
+                self._model_dtype(index, side),
+                *(
+                    Option(d, self._bytes(index, side, d), alone[index, side, d, rows] * scale)
+                    for (s, d, r), scale in scales.items()
+                    if s is side and r == rows
+                ),
+            ]
+            for index, side in self.places()
+        }
+
+    def _estimates(self, plans: Mapping[tuple[int, Side, KVDtype, Rows], KVPlan]) -> CostedAlone:
+        """Returns estimated costs of plans that store one format in one place."""
+        asked = {key: stored_at(key[:2], plan) for key, plan in plans.items()}
+        distinct = list(dict.fromkeys(asked.values()))
+        estimator = Estimator(
+            self.llm,
+            self.wide,
+            lambda side, dtype: self.plan_of(
+                {place: dtype for place in self.places() if place[1] is side}, {}
+            ),
+        )
+        digest = hashlib.sha256(str(distinct).encode()).hexdigest()[:12]
+        parts = [
+            Part(
+                f"gradients-{digest}-{number}",
+                SAMPLES * len(ids),
+                partial(estimator.costs, distinct, ids, number),
+            )
+            for number, ids in enumerate(self.lesson.measured)
+        ]
+        found = [arrays["costs"] for arrays in run_parts(parts, self.kept, self.told).values()]
+        costs = dict(zip(distinct, np.mean(found, axis=0).tolist(), strict=True))
+        return {key: costs[one] for key, one in asked.items()}
 
     def _model_dtype(self, index: int, side: Side) -> Option:
         spec = self.wide.layers[index]
@@ -482,16 +572,15 @@ class Tuner:
         options = [Option(d, self._bytes(index, side, d), kl) for d, kl in uniform.items()]
         return [option.dtype for option in not_beaten(options)]
 
-    def _plans_of_one_layer(
-        self, kept: Mapping[tuple[Side, Rows], Sequence[KVDtype]]
-    ) -> dict[tuple[int, Side, KVDtype, Rows], KVPlan]:
+    def _plans_of_one_layer(self, kept: Front) -> dict[tuple[int, Side, KVDtype, Rows], KVPlan]:
         return {
             (index, side, dtype, rows): self.plan_of(
                 {(index, side): dtype}, {index: _of_side(rows, side)}
             )
-            for index, side in self.places()
-            for rows in self._measured_rows
-            for dtype in kept[side, rows]
+            for (side, rows), dtypes in kept.items()
+            for index, s in self.places()
+            if s is side
+            for dtype in dtypes
         }
 
     def _means(self, what: str, plans: Mapping[Key, KVPlan], ids: Tensor) -> dict[Key, float]:
@@ -548,7 +637,7 @@ class Tuner:
             for index, one in chosen.chosen.items()
             for side in Side
         }
-        return Tuned(beside, chosen, plan, policy, (), self.length)
+        return Tuned(beside, chosen, plan, policy, (), self.length, self.costs)
 
     def beside_uniform(self, tuned: Tuned) -> Tuned:
         """Adds uniform formats of up to twice the policy's bytes, measured on the same text.

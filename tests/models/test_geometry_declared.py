@@ -132,7 +132,7 @@ def test_what_transformers_cannot_make_is_named(
         ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok is null"),
         ("deepseek_v2", {"num_experts_per_tok": ...}, "num_experts_per_tok is missing"),
         ("deepseek_v2", {"topk_method": "x"}, "topk_method is 'x'"),
-        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        ("deepseek_v3", {"n_shared_experts": -1}, "n_shared_experts is -1"),
         ("deepseek_v3", {"n_group": None}, "n_group is null"),
         ("deepseek_v3", {"head_dim": 6}, "head_dim is 6"),
         ("phi3", {"pad_token_id": ...}, "pad_token_id is missing"),

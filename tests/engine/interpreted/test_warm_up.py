@@ -129,7 +129,8 @@ def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, spy in zip(kernels, spies, strict=True):
         monkeypatch.setattr(triton_draw, name, spy)
     warm(forward, monkeypatch)
-    assert ran == step_lengths(4, 600, 500)
+    each = step_lengths(4, 600, 500)
+    assert ran == [one for one in each for _ in range(2 if max(one) == 1 else 1)]  # decodes: twice
     launched = [set(spy.seen) for spy in spies]
     assert all(launched)
     table = torch.tensor([[1.0, 50.0, 0.9, 0.0, 0.3]] * 3, dtype=torch.float64)

@@ -93,7 +93,7 @@ def state_quality(
     with _rounded(rounding):
         compared = compare_windows(
             runner_of(llm).model, plan_storing(llm, wide, state=exact), plans, windows,
-            vocab_size=llm.engine.vocab_size, decode=context - 1 - PROMPT, told=_told(),
+            vocab_size=llm.engine.vocab_size, decode=context - 1 - PROMPT, on_progress=_show_tokens(),
         )  # fmt: skip
     rows = [
         {
@@ -192,15 +192,15 @@ def _training(directory: Path) -> Any:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _told() -> Any:
+def _show_tokens() -> Any:
     done = 0
 
-    def told(tokens: int) -> None:
+    def show(tokens: int) -> None:
         nonlocal done
         done += tokens
         sys.stderr.write(f"\r{done:,} tokens")
 
-    return told
+    return show
 
 
 if __name__ == "__main__":

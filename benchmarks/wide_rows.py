@@ -84,7 +84,7 @@ def wide_rows(
             named = {" ".join(key): plan for key, plan in plans.items()}
             compared = compare_windows(
                 runner.model, llm.plan, named, batch,
-                vocab_size=llm.engine.vocab_size, decode=1, told=lambda _: None,
+                vocab_size=llm.engine.vocab_size, decode=1, on_progress=lambda _: None,
             )  # fmt: skip
             for key in plans:
                 one = compared[" ".join(key)]

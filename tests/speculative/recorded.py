@@ -57,7 +57,7 @@ def record_here(
     max_num_batched_tokens: int,
     max_model_len: int,
     num_drafts: Sequence[int] = (),
-    told: object = None,
+    on_progress: object = None,
 ) -> None:
     """`ModelRunner.capture` as it would be on a GPU."""
     runner.record(Again(), max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)

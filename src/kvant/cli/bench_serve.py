@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvant.cli.output import OutFile, write_json
-from kvant.cli.progress import Told, work
+from kvant.cli.progress import OnProgress, work
 
 if TYPE_CHECKING:
     from kvant.measure.servers import Server
@@ -86,8 +86,8 @@ async def _all(
 
     found = []
     total = len(servers) * math.ceil(sum(load.seconds for load in loads))
-    with work("measuring", "seconds of load") as told:
-        clock = asyncio.create_task(_tick(told, total))
+    with work("measuring", "seconds of load") as on_progress:
+        clock = asyncio.create_task(_tick(on_progress, total))
         try:
             async for server, one in run_all(servers, loads, warm_up_requests=warm_up, seed=seed):
                 found.append((server, one))
@@ -98,8 +98,8 @@ async def _all(
     return found
 
 
-async def _tick(told: Told, total: int) -> None:
+async def _tick(on_progress: OnProgress, total: int) -> None:
     """Reports the seconds that pass, up to `total`. Answers to the last requests may take longer."""
     for second in range(total):
-        told(second, total)
+        on_progress(second, total)
         await asyncio.sleep(1)

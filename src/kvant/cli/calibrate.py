@@ -77,8 +77,8 @@ def calibrate(
         "windows": [lesson.seen.tolist(), lesson.held_out.tolist()],
     }
     kept = kept_parts("calibrate", inputs, restart=restart)
-    with progress(kept) as told:
-        found = Calibrator(llm, lesson, KVDtype.FP8_E4M3, kept).run(told)
+    with progress(kept) as on_progress:
+        found = Calibrator(llm, lesson, KVDtype.FP8_E4M3, kept).run(on_progress)
     body = {
         **report(found),
         "model": target.local.name,

@@ -239,8 +239,8 @@ def evaluate(
     )  # fmt: skip
     evaluation = Evaluation(llm, chosen, read, extent, speculative_config, baseline)
     kept = kept_parts("eval", evaluation.inputs(), restart=restart)
-    with progress(kept) as told:
-        parts = run_parts(evaluation.parts(), kept, told)
+    with progress(kept) as on_progress:
+        parts = run_parts(evaluation.parts(), kept, on_progress)
     facts = measurement_facts(command_line("kvant"), packages)
     found = {**report(evaluation, parts), **facts}
     if page is not None:

@@ -46,8 +46,8 @@ def long_reasoning(
     plans |= {str(one): plan_storing(llm, one, wide=rows) for one in formats}
     reasoning = Reasoning(llm, plans, read_problems(path, count), sampling)
     kept = kept_parts("eval", reasoning.inputs(), restart=restart)
-    with progress(kept) as told:
-        parts = run_parts(reasoning.parts(), kept, told)
+    with progress(kept) as on_progress:
+        parts = run_parts(reasoning.parts(), kept, on_progress)
     kept.forget()
     return report(reasoning, parts)
 

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from kvant.cli.output import readable
-from kvant.cli.progress import Told, bars, work
+from kvant.cli.progress import OnProgress, bars, work
 from kvant.errors import BadValue, ConfigError, NotServable, WayOut
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def kept_parts(command: str, inputs: Mapping[str, object], *, restart: bool) -> 
 
 
 @contextmanager
-def progress(kept: Kept) -> Iterator[Told]:
+def progress(kept: Kept) -> Iterator[OnProgress]:
     """Yields a function that shows progress. At the end, reports a damaged part of `kept`.
 
     An interruption says how much is kept and how to continue.

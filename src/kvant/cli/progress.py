@@ -29,7 +29,7 @@ from rich.progress import (
 from kvant.models import local
 
 T = TypeVar("T")
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the amount of work done, and the total amount."""
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -67,7 +67,7 @@ def bars(console: Console) -> Iterator[local.Progress]:
 
 
 @contextmanager
-def work(task: str, unit: str = "") -> Iterator[Told]:
+def work(task: str, unit: str = "") -> Iterator[OnProgress]:
     """Yields a function to report progress, shown as a bar on stderr with the time left. It is removed at the
     end. Lines printed meanwhile appear above the bar. Without a terminal, there is a line every 30 seconds.
 
@@ -124,11 +124,11 @@ def tracked(items: Iterable[T], total: int, task: str, unit: str = "") -> Iterat
 
     total: the most items there can be.
     """
-    with work(task, unit) as told:
-        told(0, total)
+    with work(task, unit) as on_progress:
+        on_progress(0, total)
         for done, item in enumerate(items, start=1):
             yield item
-            told(done, total)
+            on_progress(done, total)
 
 
 def _bar(*columns: ProgressColumn, console: Console | None = None) -> Progress:

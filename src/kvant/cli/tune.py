@@ -166,8 +166,8 @@ def tune(
         "rows": [one and [one.sink, one.recent, str(one.format)] for one in rows],
     }
     kept = kept_parts("tune", inputs, restart=restart)
-    with progress(kept) as told:
-        tuner = Tuner(llm, lesson, candidates, kept, told, uniform, rows, costs)
+    with progress(kept) as on_progress:
+        tuner = Tuner(llm, lesson, candidates, kept, on_progress, uniform, rows, costs)
         tuned = (
             tuner.for_kl(max_kl)
             if bits is None and max_kl is not None

@@ -107,14 +107,14 @@ def verify(
             ),
         )
     here = device_here(facts, compute)
-    with work("verifying", "rows") as told:
+    with work("verifying", "rows") as on_progress:
         found = run(
             chosen,
             here,
             wanted,
             batch_invariant=batch_invariant,
             jobs=jobs or os.cpu_count() or 1,
-            told=told,
+            on_progress=on_progress,
         )
     made = measurement_facts(command_line("kvant"), ["torch"])
     trees = {name: {"facts": made, "formats": tree} for name, tree in found.items()}

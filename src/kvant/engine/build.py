@@ -115,7 +115,7 @@ def build_engine(
         rotary_length=planned.rotary_length,
         dummy_weights=config.dummy_weights,
         group=None if team is None else team.group,
-        told=_share_of("loading weights", planned.memory.weights_bytes, progress),
+        on_progress=_share_of("loading weights", planned.memory.weights_bytes, progress),
     )
     notes = (*planned.notes, *_unused(model, target.checkpoint, planned.audit))
     if config.dummy_weights:

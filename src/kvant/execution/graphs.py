@@ -173,10 +173,10 @@ class StepGraphs:
         self._decodes: dict[tuple[int, int, int], _Graph] = {}
         self._choosers: dict[int, _Graph] = {}
 
-    def capture(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+    def capture(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Records every graph, the largest first. All rows are padding meanwhile, so nothing is stored.
 
-        told: called with the number of recorded graphs and the number of all graphs.
+        on_progress: called with the number of recorded graphs and the number of all graphs.
         """
         self._numbers[_ROWS] = self.state.padding_row
         self._numbers[_INDEX] = -1
@@ -193,12 +193,12 @@ class StepGraphs:
         for size, k, longest in sorted(wanted, key=lambda one: -one[0] * (1 + one[1])):
             run = partial(self._run_decodes, size, k, longest)
             self._decodes[size, k, longest] = self._record(run, size, draws=not k)
-            told(next(done), total)
+            on_progress(next(done), total)
         for size in choosers:
             self._choosers[size] = self._record(partial(self._choose, size), size, draws=True)
-            told(next(done), total)
+            on_progress(next(done), total)
         if self._mixed is not None:
-            self._mixed.capture(self._recorder, lambda: told(next(done), total))
+            self._mixed.capture(self._recorder, lambda: on_progress(next(done), total))
 
     def _longest(self, size: int, k: int) -> list[int]:
         """Returns the longest contexts for which decodes are recorded, ascending."""
@@ -502,8 +502,11 @@ class MixedGraphs:
     def num_sizes(self) -> int:
         return len(self._sizes)
 
-    def capture(self, recorder: Recorder, told: Callable[[], None]) -> None:
-        """Records every size, the largest first, with all tokens padding. told: called after each size."""
+    def capture(self, recorder: Recorder, on_progress: Callable[[], None]) -> None:
+        """Records every size, the largest first, with all tokens padding.
+
+        on_progress: called after each size.
+        """
         for size in reversed(self._sizes):
             _, _, _, _, rows, *slots, _ = self._views(self._memory, size.tokens, size.seqs)
             for some in slots:
@@ -512,7 +515,7 @@ class MixedGraphs:
             replay, _ = recorder.record(partial(self._run, size))
             self._replays[size] = replay
             self._memory.zero_()
-            told()
+            on_progress()
 
     def run(self, batch: Batch, schedule: Schedule, staging: _Staging) -> bool:
         """Replays a step into the shared logits. Returns False if no recorded size fits it."""

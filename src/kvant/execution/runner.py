@@ -208,14 +208,14 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
-        told: Callable[[str, int, int], None] = lambda task, done, total: None,
+        on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     ) -> None:
         """Compiles GPU kernels and records steps as CUDA graphs, so that no request waits for either.
 
-        num_drafts: numbers of drafts per sequence to record, for a proposer that drafts on the device. told:
-        called with the task, and how many of how many parts are done. On a CPU this does nothing. Raises
-        NotServable if this model's steps cannot be recorded; they still run, each operation launched by
-        Python.
+        num_drafts: numbers of drafts per sequence to record, for a proposer that drafts on the device.
+        on_progress: called with the task, the number of parts done, and of all parts. On a CPU this does
+        nothing. Raises NotServable if this model's steps cannot be recorded; they still run, each operation
+        launched by Python.
         """
         if self.device.type == "cpu":
             return
@@ -230,7 +230,7 @@ class ModelRunner:
                 max_num_seqs,
                 max_num_batched_tokens,
                 max_model_len,
-                partial(told, "compiling kernels"),
+                partial(on_progress, "compiling kernels"),
             )
         if (
             self._last is not None
@@ -243,7 +243,7 @@ class ModelRunner:
                 max_num_batched_tokens,
                 max_model_len,
                 num_drafts,
-                partial(told, "recording steps"),
+                partial(on_progress, "recording steps"),
             )
         except torch.OutOfMemoryError:
             raise
@@ -267,7 +267,7 @@ class ModelRunner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
-        told: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         """Records steps for `capture`. From then on `launch` replays them where one fits."""
         draft = self._proposer.draft if isinstance(self._proposer, DeviceProposer) else None
@@ -291,7 +291,7 @@ class ModelRunner:
             short_piece=short_piece(layer.geometry for layer in self.model.plan.layers),
             short=self._short_steps(),
         )
-        graphs.capture(told)
+        graphs.capture(on_progress)
         self._graphs = graphs
 
     def _short_steps(self) -> ShortSteps | None:

@@ -32,10 +32,11 @@ def warm_up(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     max_model_len: int,
-    told: Callable[[int, int], None],
+    on_progress: Callable[[int, int], None],
 ) -> None:
-    """Runs steps that store nothing: short and long prompts, alone and together. told: called with progress.
+    """Runs steps that store nothing: short and long prompts, alone and together.
 
+    on_progress: called with the number of steps done, and the number of all steps.
     Several threads launch small steps in parallel, since compiling takes most of the time. They share a
     stream, so the device runs their kernels one after the other.
     """
@@ -71,14 +72,14 @@ def warm_up(
             # In this thread, which will run the steps: cuDNN keeps its plans per thread.
             prepare(pool, model.dtype, max_num_batched_tokens, max_model_len)
             for done, _ in enumerate(compiled, start=1):
-                told(done, len(others))
+                on_progress(done, len(others))
             draw.result()
         except BaseException:  # a start that fails does not go on compiling
             threads.shutdown(wait=False, cancel_futures=True)
             raise
     for done, lengths in enumerate(large, start=len(small) + 1):
         run(lengths)
-        told(done, len(others))
+        on_progress(done, len(others))
     torch.cuda.synchronize(model.device)
 
 

@@ -16,7 +16,7 @@ from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.measure.facts import processor
 from kvant.measure.support import Device, Tree, tree_of
 
-Told = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 """Called with the number of finished rows and of all rows."""
 
 
@@ -59,7 +59,7 @@ def verify(
     *,
     batch_invariant: bool = False,
     jobs: int = 1,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
 ) -> dict[str, Tree]:
     """Returns `support.tree_of` of all rows, by backend. jobs: number of processes; 1 uses this one."""
     asked = [
@@ -72,8 +72,8 @@ def verify(
     answers: dict[int, Answer] = {}
     for done, (index, answer) in enumerate(_run([asked[i] for i in order], jobs), start=1):
         answers[order[index]] = answer
-        if told is not None:
-            told(done, len(asked))
+        if on_progress is not None:
+            on_progress(done, len(asked))
     found: dict[str, Tree] = {}
     for info in backends:
         mine = [i for i, one in enumerate(asked) if one.backend is info]

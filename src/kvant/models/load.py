@@ -49,7 +49,7 @@ from kvant.models.quantized import (
     is_compressed,
     leave_weights_only,
 )
-from kvant.models.quiet import Told, quiet_compressed_tensors, quiet_transformers
+from kvant.models.quiet import OnProgress, quiet_compressed_tensors, quiet_transformers
 from kvant.models.recurrent.hook import hook_mixers
 from kvant.models.rotary import fix_frequencies
 from kvant.models.sharding.cuts import Cuts
@@ -75,14 +75,15 @@ def load_model(
     rotary_length: int | None = None,
     dummy_weights: bool = False,
     group: Group | None = None,
-    told: Told | None = None,
+    on_progress: OnProgress | None = None,
 ) -> LoadedModel:
     """Loads the model in the directory `path`, to compute in the plan's dtype.
 
     Reads safetensors only and runs no code of the checkpoint. plan, geometry: of the whole model, also with
     ranks. forward: the plan's choice. rotary_length: tokens for which moving rotary frequencies are fixed,
     None for their original length. dummy_weights: make up weights instead of reading them, for timings.
-    group: the ranks that share the model; this rank reads only its part. told: gets the share that is read.
+    group: the ranks that share the model; this rank reads only its part. on_progress: gets the share of the
+    tensors that are loaded, 0 to 1.
     Raises NotServable for a model that Kvant cannot run, BadCheckpoint for weights that are missing or have
     other shapes, DoesNotFit if the device has no room for them.
     """
@@ -96,7 +97,7 @@ def load_model(
         divided = Divided(cuts, group, forward.stored)
         plan = rank_plan(plan, group.shard.size)
     register()
-    with quiet_transformers(told), _room_for(path, device):
+    with quiet_transformers(on_progress), _room_for(path, device):
         module, unused = _load_module(
             path,
             TORCH_COMPUTE[plan.compute_dtype],

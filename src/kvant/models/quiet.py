@@ -16,21 +16,21 @@ from transformers.utils import logging
 _alone = threading.RLock()
 
 
-Told = Callable[[float], None]
-"""Called with the share of a model's tensors that are loaded."""
+OnProgress = Callable[[float], None]
+"""Called with the share of a model's tensors that are loaded, 0 to 1."""
 
 
 @contextmanager
-def quiet_transformers(told: Told | None = None) -> Iterator[None]:
+def quiet_transformers(on_progress: OnProgress | None = None) -> Iterator[None]:
     """Hides transformers' bars and all logs except errors in this context.
 
-    told: called while weights are loaded, at most about a hundred times for a model.
+    on_progress: called while weights are loaded, at most about a hundred times for a model.
     Admits one thread at a time, because verbosity, bars and warning filters are process-wide. So is the
     default dtype, which transformers changes while it loads weights.
     """
     with _alone:
         verbosity = logging.get_verbosity()
-        hook = logging.set_tqdm_hook(partial(_without_bar, told))
+        hook = logging.set_tqdm_hook(partial(_without_bar, on_progress))
         logging.set_verbosity(ERROR)
         try:
             with warnings.catch_warnings():
@@ -49,22 +49,22 @@ def quiet_compressed_tensors(applies: bool) -> Iterator[None]:
 
 
 def _without_bar(
-    told: Told | None,
+    on_progress: OnProgress | None,
     factory: Callable[..., Any],
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> object:
-    if told is not None and options.get("desc") == "Loading weights" and arguments:
-        arguments = (_Counted(arguments[0], told), *arguments[1:])
+    if on_progress is not None and options.get("desc") == "Loading weights" and arguments:
+        arguments = (_Counted(arguments[0], on_progress), *arguments[1:])
     return factory(*arguments, **{**options, "disable": True})
 
 
 class _Counted:
-    """Iterates over items, and calls `told` with the share that has passed, once for each percent."""
+    """Iterates over items, and calls `on_progress` with the share that has passed, once for each percent."""
 
-    def __init__(self, items: Iterable[Any], told: Told) -> None:
+    def __init__(self, items: Iterable[Any], on_progress: OnProgress) -> None:
         self._items = list(items)
-        self._told = told
+        self._on_progress = on_progress
 
     def __len__(self) -> int:
         return len(self._items)
@@ -74,6 +74,6 @@ class _Counted:
         for place, item in enumerate(self._items):
             if (percent := 100 * place // len(self._items)) > before:
                 before = percent
-                self._told(place / len(self._items))
+                self._on_progress(place / len(self._items))
             yield item
-        self._told(1.0)
+        self._on_progress(1.0)

@@ -94,13 +94,15 @@ class RankedRunner(ModelRunner):
         max_num_batched_tokens: int,
         max_model_len: int,
         num_drafts: Sequence[int] = (),
-        told: Callable[[str, int, int], None] = lambda task, done, total: None,
+        on_progress: Callable[[str, int, int], None] = lambda task, done, total: None,
     ) -> None:
         self.ranks.send(
             Capture(max_num_seqs, max_num_batched_tokens, max_model_len, tuple(num_drafts))
         )
         with self._group.together():
-            super().capture(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts, told)
+            super().capture(
+                max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts, on_progress
+            )
 
     def count_saturated(self) -> Callable[[], tuple[Saturated, ...]]:
         """Counts are summed over ranks, each of which stores some of the heads."""

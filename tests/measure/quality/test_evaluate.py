@@ -70,7 +70,7 @@ def test_windows_are_compared_position_by_position_in_both_paths(llm: LLM, text:
     told: list[int] = []
     found = compare_windows(
         model_of(llm), wide, {"narrow": narrow}, ids, vocab_size=llm.engine.vocab_size, decode=decode,
-        told=told.append,
+        on_progress=told.append,
     )  # fmt: skip
     assert sum(told) == compare.contender_tokens(wide, {"narrow": narrow}, ids, decode)
     one = found["narrow"]
@@ -97,13 +97,13 @@ def test_formats_that_do_not_fit_side_by_side_give_the_same_figures(
     plans = {str(one): plan_storing(llm, one) for one in formats}
     arguments = (model_of(llm), plan_storing(llm, WIDE), plans, ids)
     both = compare_windows(
-        *arguments, vocab_size=llm.engine.vocab_size, decode=2, told=lambda _: None
+        *arguments, vocab_size=llm.engine.vocab_size, decode=2, on_progress=lambda _: None
     )
     monkeypatch.setattr(compare, "POOL_BYTES", 1)
     monkeypatch.setattr(compare, "MOST_CHUNK", 7)
     told: list[int] = []
     apart = compare_windows(
-        *arguments, vocab_size=llm.engine.vocab_size, decode=2, told=told.append
+        *arguments, vocab_size=llm.engine.vocab_size, decode=2, on_progress=told.append
     )
     assert sum(told) == compare.contender_tokens(*arguments[1:], 2), "the baseline is read twice"
     for name in plans:
@@ -162,7 +162,7 @@ def test_recorded_decode_steps_give_the_same_figures(llm: LLM, text: Path) -> No
     options: dict[str, Any] = {
         "vocab_size": llm.engine.vocab_size,
         "decode": 20,
-        "told": lambda _: None,
+        "on_progress": lambda _: None,
     }
     plain, again = compare_windows(*arguments, **options), Again()
     recorded = compare_windows(*arguments, **options, recorder=again)
@@ -220,7 +220,7 @@ def test_logits_that_are_no_numbers_are_an_error_in_words(
     with pytest.raises(BadValue, match=r"narrow: the logits of \d+ positions are NaN"):
         compare_windows(
             model_of(llm), plan_storing(llm, WIDE), {"narrow": plan_storing(llm, NARROW)}, ids,
-            vocab_size=llm.engine.vocab_size, decode=2, told=lambda _: None,
+            vocab_size=llm.engine.vocab_size, decode=2, on_progress=lambda _: None,
         )  # fmt: skip
 
 
@@ -270,11 +270,11 @@ def test_an_interrupted_evaluation_goes_on_and_measures_nothing_twice(tmp_path: 
     ran: list[str] = []
 
     def part(name: str, *, fails: bool = False) -> Part:
-        def run(told: compare.Told) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+        def run(on_progress: compare.OnProgress) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
             ran.append(name)
             if fails:
                 raise KeyboardInterrupt
-            told(10)
+            on_progress(10)
             return {"x": np.arange(3)}
 
         return Part(name, 10, run)
@@ -352,7 +352,7 @@ def test_comparisons_are_kept_as_they_are(llm: LLM, text: Path, tmp_path: Path) 
     ids = windows(read_text(text, llm), llm, 32, 32)[:1]
     found = compare_windows(
         model_of(llm), plan_storing(llm, WIDE), {"a/b": plan_storing(llm, NARROW)}, ids,
-        vocab_size=llm.engine.vocab_size, decode=2, told=lambda _: None,
+        vocab_size=llm.engine.vocab_size, decode=2, on_progress=lambda _: None,
     )  # fmt: skip
     kept = Kept(tmp_path, {})
     kept.write("part", pack(found))

@@ -76,7 +76,7 @@ def test_decoding_continues_from_the_states_before_it(llm: LLM) -> None:
         model_of(llm),
         plan_storing(llm, WIDE),
         {"same": plan_storing(llm, WIDE), "int8": plan_storing(llm, WIDE, state=STATE)},
-        windows, vocab_size=llm.engine.vocab_size, decode=60, told=lambda _: None,
+        windows, vocab_size=llm.engine.vocab_size, decode=60, on_progress=lambda _: None,
     )  # fmt: skip
     assert found[""].decode.kl.max() < 1e-5, "the baseline's two paths agree"
     assert found["same"].prefill.kl.max() < 1e-6

@@ -31,7 +31,7 @@ from kvant.measure.calibration.seen import (
     pack,
 )
 from kvant.measure.own_engine import plan_storing, runner_of
-from kvant.measure.quality.compare import MOST_WINDOWS, Outside, Told
+from kvant.measure.quality.compare import MOST_WINDOWS, OnProgress, Outside
 from kvant.measure.quality.evaluate import Part, comparison, run_parts, unpack
 from kvant.measure.quality.kept import Arrays, Kept
 from kvant.measure.quality.kl_statistics import join, statistics_of
@@ -130,12 +130,13 @@ class Calibrator:
         self._narrow = plan_storing(llm, FormatRequest(fmt, fmt))
         self._kept = kept
 
-    def run(self, told: Callable[[int, int], None]) -> Calibration:
-        """Runs it.
+    def run(self, on_progress: Callable[[int, int], None]) -> Calibration:
+        """Measures scales, and compares them on held-out text.
 
-        Raises BadValue if no scale can be made from the text. told: called with tokens done and in all.
+        on_progress: called with the number of tokens done, and of all tokens. Raises BadValue if no scale can
+        be made from the text.
         """
-        seen = self.look(told)
+        seen = self.look(on_progress)
         names = {spec.geometry.index: spec.geometry.name for spec in self._wide.layers}
         check_seen(seen, names)
         made = candidates(seen)
@@ -149,7 +150,7 @@ class Calibrator:
             plans |= {str(_PLAIN): plain, str(_FED): with_feedback(plain)}
             scales[str(_PLAIN)] = {}
             scales[str(_FED)] = {(index, Side.K): matrix for index, matrix in matrices.items()}
-        every = self._compare(plans, scales, told)
+        every = self._compare(plans, scales, on_progress)
         rounding = tuple(one for one in every if one.name in (str(_FED), str(_PLAIN)))
         found = [one for one in every if one not in rounding]
         best = min((one for one in found if one.name != UNCALIBRATED), key=lambda one: one.kld_mean)
@@ -174,7 +175,7 @@ class Calibrator:
             return {}
         return feedback_matrices(seen)
 
-    def look(self, told: Callable[[int, int], None]) -> Seen:
+    def look(self, on_progress: Callable[[int, int], None]) -> Seen:
         """Reads the calibration windows with the KV cache in the model dtype; returns their statistics."""
         batches = torch.split(self._lesson.seen, MOST_WINDOWS)
         longest = self._llm.planned.target.geometry.max_model_len or self._lesson.context
@@ -188,12 +189,12 @@ class Calibrator:
             )
             for number, batch in enumerate(batches)
         ]
-        found = run_parts(parts, self._kept, told)
+        found = run_parts(parts, self._kept, on_progress)
         seen = nothing_seen(self._wide)
         add_packed(seen, found.values())
         return seen
 
-    def _look(self, batch: Tensor, first_position: int, told: Told) -> Arrays:
+    def _look(self, batch: Tensor, first_position: int, on_progress: OnProgress) -> Arrays:
         seen = nothing_seen(self._wide)
         backends = load_backends(self._wide, batch_invariant=self._model.batch_invariant)
         reader = TextReader(
@@ -206,20 +207,20 @@ class Calibrator:
         )
         for ids in torch.split(batch.to(self._model.device), CHUNK, dim=1):
             reader.fill(ids)
-            told(ids.numel())
+            on_progress(ids.numel())
         return pack(seen)
 
     def _compare(
         self,
         plans: Mapping[str, KVPlan],
         scales: Mapping[str, Outside],
-        told: Callable[[int, int], None],
+        on_progress: Callable[[int, int], None],
     ) -> list[Compared]:
         parts = [
             comparison(self._llm, self._wide, f"compared-{number}", plans, batch, scales=scales)
             for number, batch in enumerate(torch.split(self._lesson.held_out, MOST_WINDOWS))
         ]
-        arrays = run_parts(parts, self._kept, told)
+        arrays = run_parts(parts, self._kept, on_progress)
         batches = [unpack(one) for one in arrays.values()]
         found = []
         for name in plans:

@@ -35,7 +35,7 @@ MOST_WINDOWS, _MOST_ON_GPU = 4, 16
 _LEAST_RECORDED = 8  # decode steps, fewer than which take less time than recording one
 
 Outside = Mapping[tuple[int, Side], Tensor]
-Told = Callable[[int], None]
+OnProgress = Callable[[int], None]
 """Called with the number of tokens read."""
 
 
@@ -62,7 +62,7 @@ def compare_windows(
     *,
     vocab_size: int,
     decode: int,
-    told: Told,
+    on_progress: OnProgress,
     scales: Mapping[str, Outside] | None = None,
     recorder: Recorder | None = None,
 ) -> dict[str, Compared]:
@@ -78,7 +78,7 @@ def compare_windows(
     found: dict[str, Compared] = {}
     for group in _groups(baseline, plans, windows, _room(windows.device)):
         found |= _compare(
-            model, baseline, group, windows, vocab_size, decode, told, scales or {}, recorder
+            model, baseline, group, windows, vocab_size, decode, on_progress, scales or {}, recorder
         )
     return found
 
@@ -177,7 +177,7 @@ def _compare(
     windows: Tensor,
     vocab_size: int,
     decode: int,
-    told: Told,
+    on_progress: OnProgress,
     scales: Mapping[str, Outside],
     recorder: Recorder | None,
 ) -> dict[str, Compared]:
@@ -208,11 +208,11 @@ def _compare(
         logits = own.read(ids)[:, :num]
         judge = Baseline(logits.flatten(0, 1), following)
         tail.append(logits[:, max(0, first - start) :].clone())
-        told(ids.numel())
+        on_progress(ids.numel())
         for name, reader in readers.items():
             read = reader.read(ids)[:, :num].flatten(0, 1)
             parts[name].append(judge.distances(read))
-            told(ids.numel())
+            on_progress(ids.numel())
         positions.append(np.tile(np.arange(start, start + num), count))
     prefilled = torch.cat(tail, dim=1)
     decoded: dict[str, list[Distances]] = {name: [] for name in ("", *plans)}
@@ -229,7 +229,7 @@ def _compare(
         decoded[""].append(Baseline(prefilled[:, place], following).distances(logits))
         for name, reader in readers.items():
             decoded[name].append(judge.distances(_timed(reader, ids, times[name])))
-        told(ids.numel() * (1 + len(readers)))
+        on_progress(ids.numel() * (1 + len(readers)))
     where = np.concatenate(positions)
     floor = join(decoded[""])
     found = {"": Compared(floor, where[:0], floor, np.array(times[""]))}

@@ -26,8 +26,8 @@ from kvant.measure.own_engine import plan_storing, recorder_like, runner_of
 from kvant.measure.quality import generation
 from kvant.measure.quality.compare import (
     Compared,
+    OnProgress,
     Outside,
-    Told,
     compare_windows,
     contender_tokens,
     kept_together,
@@ -68,7 +68,7 @@ class Part:
 
     name: str
     tokens: int
-    run: Callable[[Told], Arrays]
+    run: Callable[[OnProgress], Arrays]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +236,19 @@ class Evaluation:
     ) -> Part:
         return comparison(self.llm, self.contenders.baseline, name, plans, batch, decode=decode)
 
-    def _answers(self, plans: Mapping[str, KVPlan], told: Told) -> Arrays:
+    def _answers(self, plans: Mapping[str, KVPlan], on_progress: OnProgress) -> Arrays:
         extent = self.extent
         prompts = generation.prompts_of(self.text.token_ids, extent.answers)
         found = {}
         for name, plan in plans.items():
             answers = generation.answers_of(self.llm, plan, prompts, extent.answer_tokens)
             found[name] = np.array(answers)
-            told(len(prompts) * (generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens))
+            on_progress(
+                len(prompts) * (generation.PROMPT_TOKENS + _DECODE_COST * extent.answer_tokens)
+            )
         return found
 
-    def _acceptance(self, plans: Mapping[str, KVPlan], told: Told) -> Arrays:
+    def _acceptance(self, plans: Mapping[str, KVPlan], on_progress: OnProgress) -> Arrays:
         extent = self.extent
         prompts = generation.prompts_of(self.text.token_ids, extent.answers)
         assert self.drafter is not None
@@ -256,15 +258,15 @@ class Evaluation:
                 self.llm, name or self.baseline_name, self.drafter, prompts, extent.answer_tokens
             )
             found[name] = np.array(length)
-            told(len(prompts) * extent.answer_tokens)
+            on_progress(len(prompts) * extent.answer_tokens)
         return found
 
-    def _needles(self, plans: Mapping[str, KVPlan], length: int, told: Told) -> Arrays:
+    def _needles(self, plans: Mapping[str, KVPlan], length: int, on_progress: OnProgress) -> Arrays:
         wanted = generation.needles(self.llm, self.text.token_ids, length)
         found = {}
         for name, plan in plans.items():
             found[name] = np.array(generation.found_needles(self.llm, plan, wanted))
-            told(len(wanted) * length)
+            on_progress(len(wanted) * length)
         return found
 
 
@@ -299,7 +301,7 @@ def comparison(
     Arguments: as in `compare_windows`.
     """
 
-    def run(told: Told) -> Arrays:
+    def run(on_progress: OnProgress) -> Arrays:
         found = compare_windows(
             runner_of(llm).model,
             baseline,
@@ -307,7 +309,7 @@ def comparison(
             batch,
             vocab_size=llm.engine.vocab_size,
             decode=decode,
-            told=told,
+            on_progress=on_progress,
             scales=scales,
             recorder=recorder_like(runner_of(llm)),
         )
@@ -317,11 +319,11 @@ def comparison(
 
 
 def run_parts(
-    parts: Sequence[Part], kept: Kept, told: Callable[[int, int], None]
+    parts: Sequence[Part], kept: Kept, on_progress: Callable[[int, int], None]
 ) -> dict[str, dict[str, npt.NDArray[Any]]]:
     """Measures all parts that are not kept yet, and returns all by name.
 
-    told: called with the number of tokens done, and of all that this call reads.
+    on_progress: called with the number of tokens done, and of all that this call reads.
     """
     found = {part.name: kept.read(part.name) for part in parts}
     total = sum(part.tokens for part in parts if found[part.name] is None)
@@ -335,12 +337,12 @@ def run_parts(
             def more(tokens: int) -> None:
                 nonlocal done
                 done += tokens
-                told(done, total)
+                on_progress(done, total)
 
             arrays = dict(part.run(more))
             kept.write(part.name, arrays)
             done = begin + part.tokens
-            told(done, total)
+            on_progress(done, total)
         results[part.name] = arrays
     return results
 

@@ -22,7 +22,7 @@ from kvant.kv.groups import bytes_per_token_at
 from kvant.kv.pages import SCRATCH
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import engine_over, runner_storing
-from kvant.measure.quality.compare import Told
+from kvant.measure.quality.compare import OnProgress
 from kvant.measure.quality.evaluate import Part
 from kvant.measure.quality.kept import measured_by
 from kvant.measure.quality.report import described_rows
@@ -194,7 +194,7 @@ class Reasoning:
         return found
 
     def _answer(
-        self, plan: KVPlan, problems: Sequence[Problem], told: Told
+        self, plan: KVPlan, problems: Sequence[Problem], on_progress: OnProgress
     ) -> Mapping[str, npt.NDArray[Any]]:
         prompts = [self.prompt(problem) for problem in problems]
         sampling = self.sampling
@@ -223,7 +223,7 @@ class Reasoning:
                     right[place] = final_answer(result.text) == problems[place[0]].answer
                     cut[place] = result.finish_reason is FinishReason.LENGTH
                     length[place] = len(result.token_ids)
-                    told(sampling.answer_tokens)
+                    on_progress(sampling.answer_tokens)
         return {"right": right, "cut": cut, "length": length}
 
 

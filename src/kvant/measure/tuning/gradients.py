@@ -29,7 +29,7 @@ from kvant.kv.format import Side
 from kvant.kv.pool import SCRATCH_PAGE, KVPool, LayerCache
 from kvant.kv.spec import KVPlan
 from kvant.measure.own_engine import runner_of
-from kvant.measure.quality.compare import Told
+from kvant.measure.quality.compare import OnProgress
 from kvant.measure.quality.kept import Arrays
 from kvant.measure.tuning.search import Place
 from kvant.models.forward_info import ForwardChoice
@@ -120,7 +120,9 @@ class Estimator:
         self._model: LoadedModel | None = None
         self._outside: dict[tuple[Side, KVDtype], KVPool] = {}
 
-    def costs(self, asked: Sequence[Stored], ids: Tensor, seed: int, told: Told) -> Arrays:
+    def costs(
+        self, asked: Sequence[Stored], ids: Tensor, seed: int, on_progress: OnProgress
+    ) -> Arrays:
         """Returns `costs`, float64 [len(asked)]: estimated KL divergences per position of ids [T] int64."""
         if self._model is None:
             target = self._llm.planned.target
@@ -144,7 +146,7 @@ class Estimator:
         for sample in range(SAMPLES):
             gradient = _of_drawn_tokens(logits, generator)
             logits.backward(gradient, retain_graph=sample < SAMPLES - 1)  # type: ignore[no-untyped-call]
-            told(len(ids))
+            on_progress(len(ids))
         return {"costs": sums / (2 * SAMPLES * (len(ids) - 1))}
 
 

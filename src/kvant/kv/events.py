@@ -77,7 +77,7 @@ class PageLog:
         self._events.append(Stored(digest, parent, tuple(tokens), self._medium))
 
     def removed(self, digest: bytes) -> None:
-        """Pages that were not told to be stored are left out."""
+        """Pages that were not stored before are left out."""
         if digest in self._known:
             self._known.remove(digest)
             self._events.append(Removed(digest, self._medium))

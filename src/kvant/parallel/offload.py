@@ -66,7 +66,7 @@ class SpreadPages:
                 stores.append(type(files)(files.directory, identity, files.budget))
             if answer.part is not None:
                 self.parts.append(answer.part)
-        ranks.told.ring = bell.ring
+        ranks.inbox.ring = bell.ring
         found = None if queue is None else RankedFiles(queue, stores, ranks, own.page_bytes)
         return RankedMover(own, ranks), found
 
@@ -104,9 +104,11 @@ class RankedMover:
         self._ranks.check()
         for done in self._own.take():
             self._jobs[done.job][0] = done
-        for rank, told in emptied(self._ranks.told.moved):
-            parts = self._jobs[told.job]
-            parts[rank] = Moved(told.job, told.checksums, told.num_bytes, told.seconds, told.fault)
+        for rank, message in emptied(self._ranks.inbox.moved):
+            parts = self._jobs[message.job]
+            parts[rank] = Moved(
+                message.job, message.checksums, message.num_bytes, message.seconds, message.fault
+            )
         whole = [job for job, parts in self._jobs.items() if len(parts) == self._size]
         return [_whole(self._jobs.pop(job)) for job in whole]
 
@@ -171,7 +173,7 @@ class RankedSource(Generic[_Own]):
         return self._own.take_probed()
 
     def take_read(self) -> list[tuple[Key, bytes | None, float]]:
-        self._take_told()
+        self._take_messages()
         for key, total, seconds in self._own.take_read():
             self._reads[key][0] = total, seconds
         return [
@@ -183,13 +185,13 @@ class RankedSource(Generic[_Own]):
             for key, parts in taken(self._reads, self._size)
         ]
 
-    def _take_told(self) -> None:
+    def _take_messages(self) -> None:
         """Notes what other ranks have answered so far."""
         raise NotImplementedError
 
-    def _note_reads(self, rank: int, told: FilesDone | PeerRead) -> None:
-        self._bad[rank] = told.num_bad
-        for group, digest, total, seconds in told.reads:
+    def _note_reads(self, rank: int, message: FilesDone | PeerRead) -> None:
+        self._bad[rank] = message.num_bad
+        for group, digest, total, seconds in message.reads:
             self._reads[Key(group, digest)][rank] = total, seconds
 
 
@@ -255,7 +257,7 @@ class RankedFiles(RankedSource["FileQueue"]):
             self._ranks.send(WriteFiles(found))
 
     def take_written(self) -> list[tuple[Key, bool]]:
-        self._take_told()
+        self._take_messages()
         for key, is_written in self._own.take_written():
             self._writes[key][0] = is_written
         found = []
@@ -283,10 +285,10 @@ class RankedFiles(RankedSource["FileQueue"]):
         self._own.forget(key)
         self._ranks.send(ForgetFiles((key,)))
 
-    def _take_told(self) -> None:
-        for rank, told in emptied(self._ranks.told.files):
-            self._note_reads(rank, told)
-            for group, digest, is_written in told.writes:
+    def _take_messages(self) -> None:
+        for rank, message in emptied(self._ranks.inbox.files):
+            self._note_reads(rank, message)
+            for group, digest, is_written in message.writes:
                 self._writes[Key(group, digest)][rank] = is_written
 
 

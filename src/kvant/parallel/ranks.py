@@ -99,7 +99,7 @@ class _Rank:
 
 
 @dataclass(eq=False)
-class Told:
+class Inbox:
     """Messages about pages that ranks send by themselves, with the rank's number. ring: called after each.
 
     peers: by the number of the other engine.
@@ -129,7 +129,7 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._links: list[Connection[bytes, bytes]] = []
         self._ring: Ring | LinkSender
-        self.told = Told()
+        self.inbox = Inbox()
         self._life = _Life(on_loss, self.directory)
         self._finalizer = weakref.finalize(
             self, _end, self._ranks, self._life, self.directory, os.getpid(), on_end
@@ -161,7 +161,7 @@ class Ranks:
         self._links = [rank.link for rank in self._ranks]
         for name, work in (
             ("kvant-ranks", partial(_watch, self._ranks, self._life)),
-            ("kvant-ranks-told", partial(_listen, self._ranks, self._life, self.told)),
+            ("kvant-ranks-listen", partial(_listen, self._ranks, self._life, self.inbox)),
         ):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -322,7 +322,7 @@ def _last_words(rank: _Rank) -> str | None:
     return rank.last_words
 
 
-def _listen(ranks: Sequence[_Rank], life: _Life, told: Told) -> None:
+def _listen(ranks: Sequence[_Rank], life: _Life, inbox: Inbox) -> None:
     """Reads the messages of all ranks until the engine ends."""
     by_link = {rank.link: rank for rank in ranks}
     while by_link and not life.is_closing:
@@ -332,13 +332,13 @@ def _listen(ranks: Sequence[_Rank], life: _Life, told: Told) -> None:
             ready = list(by_link) if not life.is_closing else []
         for link in ready:
             rank = by_link[link]  # type: ignore[index]
-            if not _hear(rank, told):
+            if not _hear(rank, inbox):
                 del by_link[rank.link]
                 rank.ended.set()
                 rank.answers.put(None)
 
 
-def _hear(rank: _Rank, told: Told) -> bool:
+def _hear(rank: _Rank, inbox: Inbox) -> bool:
     """Reads one message of a rank. Returns False at the end of its link."""
     try:
         said = read_from_rank(rank.link.recv_bytes())
@@ -351,14 +351,14 @@ def _hear(rank: _Rank, told: Told) -> bool:
         case Failed(text):
             rank.last_words = f"rank {rank.number} failed: {text}"
         case PagesMoved():
-            told.moved.append((rank.number, said))
-            told.ring()
+            inbox.moved.append((rank.number, said))
+            inbox.ring()
         case FilesDone():
-            told.files.append((rank.number, said))
-            told.ring()
+            inbox.files.append((rank.number, said))
+            inbox.ring()
         case PeerRead():
-            told.peers[said.number].append((rank.number, said))
-            told.ring()
+            inbox.peers[said.number].append((rank.number, said))
+            inbox.ring()
         case _:
             rank.answers.put(said)
     return True

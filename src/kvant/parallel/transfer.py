@@ -49,6 +49,6 @@ class RankedPeer(RankedSource[Taker]):
     def forget(self, key: Key) -> None:
         self._own.forget(key)
 
-    def _take_told(self) -> None:
-        for rank, told in emptied(self._ranks.told.peers[self._number]):
-            self._note_reads(rank, told)
+    def _take_messages(self) -> None:
+        for rank, message in emptied(self._ranks.inbox.peers[self._number]):
+            self._note_reads(rank, message)

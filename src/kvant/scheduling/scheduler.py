@@ -27,9 +27,9 @@ from kvant.kv.offload.source import Prompt
 from kvant.kv.offload.tiers import Progress, Tiers
 from kvant.kv.pages import SCRATCH, SharedPages
 from kvant.plan.limits import Limits
+from kvant.scheduling.held_pages import HeldPages
 from kvant.scheduling.kept_states import KeptStates
 from kvant.scheduling.request import FinishReason, Sequence, Status
-from kvant.scheduling.row_table import HeldPages
 
 MOST_SHORT = 16
 """The most tokens at the end of a prompt that are computed in short pieces: what a page leaves over."""
@@ -296,10 +296,10 @@ class Scheduler:
         if self.allocator.states is not None and drafts is not None:
             self._accept(schedule, num_found, is_same)
         if is_same.all():
-            self.table.read(rows, schedule.samples, drafts, missing)
+            self.table.count_read(rows, schedule.samples, drafts, missing)
             return
         here = np.flatnonzero(is_same)  # the others ended, and their rows may have new owners
-        self.table.read(
+        self.table.count_read(
             rows[here],
             schedule.samples[here],
             None if drafts is None else drafts[here],
@@ -531,8 +531,8 @@ class Scheduler:
             if self.states is not None:  # such models have one group beside that of states
                 state = self.states.page_at(sequence, cut)
                 joined = [self.pages.present(sequence, cut), [] if state is None else [state]]
-            told = self.pages.told_of(sequence, lacking)
-            if tiers.load(number, joined, lacking, told, num_tokens):
+            published = self.pages.published_of(sequence, lacking)
+            if tiers.load(number, joined, lacking, published, num_tokens):
                 return True
         elif lacking and self._running:
             return True  # wait until running sequences free pages
@@ -624,7 +624,7 @@ class Scheduler:
         self._states_to_place, self._states_to_load, self._states_to_accept = [], [], []
         if sequences:
             self._in_flight.append(schedule)
-            table.launched(rows, counts, samples, max_drafts)
+            table.count_launched(rows, counts, samples, max_drafts)
         return schedule
 
     def _keep(self, pieces: Items[tuple[Sequence, int, int]]) -> list[tuple[int, int]]:

@@ -68,7 +68,7 @@ class Catalog:
     is_coming: Callable[[Key], bool]
 
 
-class Told(NamedTuple):
+class PublishedPage(NamedTuple):
     """What indexers outside may learn of a page: the hash before it, and its tokens."""
 
     parent: bytes | None
@@ -82,7 +82,7 @@ class Offer:
     key: Key
     page: int
     generation: int
-    told: Told | None
+    published: PublishedPage | None
 
 
 class Progress(Enum):
@@ -111,7 +111,7 @@ class _Load:
 
     number: int
     keys: list[Key]
-    told: list[Told | None]
+    published: list[PublishedPage | None]
     held: list[list[int]]
     num_tokens: int
     started: float
@@ -363,8 +363,8 @@ class Tiers:
                 continue
             counts.stored += 1
             counts.bytes_stored += self._mover.page_bytes[key.group]
-            if log is not None and offer.told is not None and key.group == 0:
-                log.stored(key.digest, *offer.told)
+            if log is not None and offer.published is not None and key.group == 0:
+                log.stored(key.digest, *offer.published)
             if self.files is not None and not self.files.has(key):
                 self._unsaved[key] = None
         for place, group in enumerate(self._host.every):
@@ -464,13 +464,13 @@ class Tiers:
         number: int,
         joined: Sequence[Sequence[int]],
         keys: Sequence[Key],
-        told: Sequence[Told | None],
+        published: Sequence[PublishedPage | None],
         num_tokens: int,
     ) -> bool:
         """Decides to copy pages from host memory to the device. False, and no change, without room.
 
         joined: of each group, pages of the device that must stay meanwhile. keys: what to bring, the first
-        pages first; all in host memory. told: of each. num_tokens: whose K and V they are.
+        pages first; all in host memory. published: of each. num_tokens: whose K and V they are.
         """
         counts = [sum(key.group == place for key in keys) for place in self._groups]
         if not self._shared.fit(counts, joined):
@@ -479,7 +479,7 @@ class Tiers:
             group.join(pages)
         load = next(self._jobs)
         self._loads[load] = _Load(
-            number, list(keys), list(told), [list(pages) for pages in joined], num_tokens,
+            number, list(keys), list(published), [list(pages) for pages in joined], num_tokens,
             time.monotonic(),
         )  # fmt: skip
         waiting = self._waiting.setdefault(number, _Waiting())
@@ -541,7 +541,7 @@ class Tiers:
         for place, (move, checksum) in enumerate(
             zip(part.moves, done.checksums, strict=True), part.first
         ):
-            key, told = load.keys[place], load.told[place]
+            key, published = load.keys[place], load.published[place]
             host, device = self._host.every[key.group], self._shared.every[key.group]
             if done.fault:
                 load.is_whole = False
@@ -558,8 +558,8 @@ class Tiers:
             counts.restored += 1
             counts.bytes_restored += self._mover.page_bytes[key.group]
             log = device.log
-            if device.remember(move.device_page, key.digest) and told is not None and log:
-                log.stored(key.digest, *told)
+            if device.remember(move.device_page, key.digest) and published is not None and log:
+                log.stored(key.digest, *published)
         for place, group in enumerate(self._host.every):
             group.release([move.host_page for move in part.moves if move.group == place])
         if not done.fault:
@@ -735,7 +735,7 @@ class Tiers:
 
     def _note_fault(self, way: str, fault: str) -> None:
         """Logs a copy that could not be made. Pages stay as they are; a request computes what it lacks."""
-        text = "pages could not be copied %s host memory (%s): later faults are not told"
+        text = "pages could not be copied %s host memory (%s): later faults are not logged"
         self._log_once(way, text, way, fault, level=logging.ERROR)
 
     @property

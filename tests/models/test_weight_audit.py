@@ -376,7 +376,10 @@ def test_the_plan_lists_the_tensors_if_asked(tmp_path: Path) -> None:
     path, _ = build(tmp_path, "modelopt fp8")
     asked = ("plan", str(path), "--device", "sm_90", "--dtype", "bfloat16")
     table = kvant(*asked).out
-    assert "28 scales of activations, 28 codes, 28 scales, used: runs as it is stored" in table
+    assert (
+        "28 tensors of scales of activations, 28 of codes, 28 of scales, used: runs as it is stored"
+        in table
+    )
     assert f"{_UP}.weight_scale" not in table
     line = f"{_UP}.weight_scale  F32 1  fp8_e4m3, a scale per matrix (modelopt FP8), scales: used, "
     assert line in kvant(*asked, "--tensors").out

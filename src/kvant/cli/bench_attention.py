@@ -22,20 +22,30 @@ if TYPE_CHECKING:
 _FORMATS = (KVDtype.BFLOAT16, KVDtype.FP8_E4M3)
 
 Formats = Annotated[
-    list[str] | None, typer.Option("--kv-format", help="KV cache format; may be repeated.")
+    list[str] | None,
+    typer.Option(
+        "--kv-format",
+        metavar="F",
+        help="KV cache format; may be repeated. Default: bfloat16 and fp8_e4m3.",
+    ),
 ]
 Batches = Annotated[
-    list[int] | None, typer.Option("--batch", help="Sequences; 1, 2, .. 256 if not given.")
+    list[int] | None,
+    typer.Option("--batch", metavar="INT", help="Sequences; 1, 2, .. 256 if not given."),
 ]
 Lengths = Annotated[
     list[int] | None,
-    typer.Option("--length", help="Tokens of each sequence; 1k, 2k, .. 128k if not given."),
+    typer.Option(
+        "--length", metavar="INT", help="Tokens of each sequence; 1k, 2k, .. 128k if not given."
+    ),
 ]
 PageSizes = Annotated[
     list[int] | None,
-    typer.Option("--page-size", "--block-size", help="Tokens of a page; 16 if not given."),
+    typer.Option(
+        "--page-size", "--block-size", metavar="INT", help="Tokens of a page; 16 if not given."
+    ),
 ]
-Repeats = Annotated[int, typer.Option("--repeats", min=1)]
+Repeats = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each case.")]
 
 
 def attention(

@@ -27,27 +27,41 @@ def serve(
     ],
     rates: Annotated[
         list[float] | None,
-        typer.Option("--rate", min=0.01, help="Requests a second; may be repeated. Default: 4."),
+        typer.Option(
+            "--rate",
+            metavar="NUMBER",
+            min=0.01,
+            help="Requests per second; may be repeated. Default: 4.",
+        ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="Duration of arrivals in seconds.")
+        float, typer.Option("--seconds", min=0.1, help="Seconds in which requests arrive.")
     ] = 30.0,
-    input_tokens: Annotated[int, typer.Option("--input", min=1, help="Tokens a prompt.")] = 512,
-    output_tokens: Annotated[int, typer.Option("--output", min=2, help="An answer.")] = 128,
+    input_tokens: Annotated[int, typer.Option("--input", min=1, help="Tokens of a prompt.")] = 512,
+    output_tokens: Annotated[
+        int, typer.Option("--output", min=2, help="Tokens of an answer.")
+    ] = 128,
     aborts: Annotated[
-        float, typer.Option("--aborts", min=0, max=1, help="Share of clients that leave.")
+        float,
+        typer.Option("--aborts", min=0, max=1, help="Share of clients that leave before the end."),
     ] = 0.0,
     warm_up: Annotated[
         int, typer.Option("--warm-up", min=0, help="Requests before anything is measured.")
     ] = 2,
     vocabulary: Annotated[
-        int, typer.Option("--vocabulary", min=2, help="Token ids of prompts lie below.")
+        int, typer.Option("--vocabulary", min=2, help="Token ids of prompts are smaller than this.")
     ] = 32000,
     model: Annotated[
-        str | None, typer.Option("--model", help="Default: the first the server names.")
+        str | None,
+        typer.Option(
+            "--model", help="Name of the model. Default: the first that the server lists."
+        ),
     ] = None,
-    api_key: Annotated[str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY")] = None,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Key that the servers require."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of prompts and arrivals.")] = 0,
     out: OutFile = None,
 ) -> None:
     """Measure time to first token and between tokens over HTTP.

@@ -23,11 +23,16 @@ def throughput(
     load: Annotated[
         list[str] | None,
         typer.Option(
-            "--load", metavar="REQUESTSxINPUT/OUTPUT", help="Such as 32x128/256; may be repeated."
+            "--load",
+            metavar="REQUESTSxINPUT/OUTPUT",
+            help="Such as 32x128/256; may be repeated. Default: 8x128/64.",
         ),
     ] = None,
     formats: Annotated[
-        list[str] | None, typer.Option("--kv-format", help="KV cache format; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--kv-format", metavar="F", help="KV cache format; may be repeated. Default: auto."
+        ),
     ] = None,
     sampling: Annotated[
         list[str] | None,
@@ -39,7 +44,9 @@ def throughput(
             show_default="greedy",
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1)] = 2,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Measurements of each load.")
+    ] = 2,
     out: OutFile = None,
 ) -> None:
     """Measure output tokens per second without a server.

@@ -82,6 +82,7 @@ def evaluate(
         list[int] | None,
         typer.Option(
             "--context",
+            metavar="INT",
             min=64,
             help="Tokens of a window; may be repeated. Default: 512, 2048, 8192 and 32768, up to the "
             "model's limit.",

@@ -85,7 +85,7 @@ def _print_forward(plan: Plan, console: Console, *, tensors: bool) -> None:
     if plan.target.shape_source is not ShapeSource.CONFIG:
         console.print(Text(f"geometry: {plan.target.shape_source.value}"), soft_wrap=True)
     for one in forward.refused:
-        console.print(Text(f"  not {one.forward}: {one.reason}", style="dim"), soft_wrap=True)
+        console.print(Text(f"  refused: {one.forward}: {one.reason}", style="dim"), soft_wrap=True)
 
 
 def _print_tensors(audit: WeightAudit | None, console: Console, *, each: bool) -> None:
@@ -247,7 +247,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     parts = [
         ("weights", memory.weights_bytes, "blue"),
         ("workspaces", memory.workspace_bytes, "yellow"),
-        ("left alone", memory.reserve_bytes, "bright_black"),
+        ("kept free", memory.reserve_bytes, "bright_black"),
         ("drafter", memory.draft_bytes, "magenta"),
         ("KV and states" if plan.target.kv.has_states else "KV", memory.kv_bytes, "green"),
     ]

@@ -90,6 +90,7 @@ def tune(
         list[int] | None,
         typer.Option(
             "--kv-recent-tokens",
+            metavar="INT",
             min=0,
             help="Last tokens that a layer may store wide too; may be repeated, 0 for none. Default: 0, and "
             "48 to 1008 in sequences of 1024 tokens or more, at most an eighth of them and half a window.",

@@ -34,7 +34,9 @@ def verify(
     ] = None,
     head_size: Annotated[
         list[int] | None,
-        typer.Option("--head-size", min=1, help="Only this head size; may be repeated."),
+        typer.Option(
+            "--head-size", min=1, metavar="INT", help="Only this head size; may be repeated."
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="Dtype of queries, keys and values.")

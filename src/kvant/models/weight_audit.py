@@ -74,8 +74,10 @@ class TensorGroup:
     @property
     def text(self) -> str:
         """The group in words."""
-        counted = ", ".join(f"{count} {role}" for role, count in self.roles.items())
-        return f"{self.format}: {counted}, {self.state.value}: {self.because}"
+        first, *others = self.roles.items()
+        parts = [f"{counted(first[1], 'tensor')} of {first[0]}"]
+        parts += [f"{count:,} of {role}" for role, count in others]
+        return f"{self.format}: {', '.join(parts)}, {self.state.value}: {self.because}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,10 @@ class ConfigError(KvantError):
 
 
 class UnknownName(ConfigError):
-    """An unknown name. The message suggests the nearest names and lists all of them."""
+    """An unknown name. The message suggests the nearest names, and lists all of them if they are few."""
+
+    MOST_LISTED = 40
+    """Maximum number of known names that are listed beside suggestions."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, asked_by: str = "") -> None:
         names = list(known)
@@ -108,9 +111,10 @@ class UnknownName(ConfigError):
         near = [spelled[found] for found in dict.fromkeys((*reversed(begun), *close))][:3]
         by = f" (asked by {asked_by})" if asked_by else ""
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        is_listed = not near or len(names) <= self.MOST_LISTED
         super().__init__(
             f"unknown {kind} {name!r}{by}{hint}",
-            why=f"known names: {', '.join(names)}",
+            why=f"known names: {', '.join(names)}" if is_listed else "",
         )
 
 

@@ -175,6 +175,13 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
         read(cuont=1)
 
 
+def test_an_unknown_name_lists_the_known_ones_if_they_are_few_or_none_is_near() -> None:
+    many = [f"option_{number}" for number in range(UnknownName.MOST_LISTED + 1)]
+    assert "known names: " not in str(UnknownName("key", "option_x", many))
+    assert "known names: " in str(UnknownName("key", "option_x", many[1:]))
+    assert "known names: " in str(UnknownName("key", "%", many))
+
+
 def test_all_faults_of_a_file_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadValue) as caught:
         read(written(tmp_path, "cuont: 1\ncount: many\nswitch: maybe\nswitch: true\n"))

@@ -41,7 +41,7 @@ def test_is_skipped(): pytest.skip("a reason")
 
 
 @pytest.mark.parametrize("spread", ["file", "test"])
-def test_every_test_runs_once_whatever_ends_its_worker(spread: str, tmp_path: Path) -> None:
+def test_every_test_runs_once_even_if_its_worker_ends(spread: str, tmp_path: Path) -> None:
     (tmp_path / "test_first.py").write_text(FIRST)
     (tmp_path / "test_second.py").write_text(SECOND)
     options = (

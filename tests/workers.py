@@ -22,7 +22,9 @@ Location = tuple[str, int | None, str]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=0, help="fork so many processes for the tests")
+    parser.addoption(
+        "--workers", type=int, default=0, help="number of processes to fork for the tests"
+    )
     parser.addoption(
         "--spread",
         choices=("file", "test"),

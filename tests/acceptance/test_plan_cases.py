@@ -478,7 +478,7 @@ SM_90 = ("--device", "sm_90", "--kv-format-defaults", "off")
     ],
     ids=" ".join,
 )
-def test_every_way_out_of_a_format_that_nobody_serves_is_a_plan(
+def test_every_way_out_of_a_format_without_a_backend_is_a_plan(
     tmp_path: Path, asked: tuple[str, ...]
 ) -> None:
     body = config(hidden_size=640, num_attention_heads=8, head_dim=80)

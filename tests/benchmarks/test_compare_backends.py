@@ -69,7 +69,7 @@ def test_likelihood_is_that_of_the_formula() -> None:
     assert found == pytest.approx(-(torch.tensor([0.25, 0.8]).log().mean().item()))
 
 
-def test_a_text_that_is_too_short_and_a_backend_that_cannot_are_told(
+def test_a_text_that_is_too_short_and_a_backend_that_refuses_are_reported(
     model: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = [str(model), "--text", str(text), "--device", "cpu", "--format", "fp8_e4m3", "--tokens"]

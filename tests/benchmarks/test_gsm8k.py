@@ -43,7 +43,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def test_lm_eval_is_given_the_text_that_is_judged_in_process() -> None:
-    """lm-eval's `loglikelihood` joins the two texts with nothing between, whatever target_delimiter says."""
+    """lm-eval's `loglikelihood` joins the two texts without target_delimiter between them."""
     task = yaml.safe_load((ROOT / "benchmarks" / "lm_eval" / "kvant_gsm8k.yaml").read_text())
     assert task["output_type"] == "loglikelihood"
     for problem in read_problems(PROBLEMS, 3):

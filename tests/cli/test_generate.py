@@ -106,7 +106,7 @@ def test_json_says_all_about_every_prompt(path: Path, llm: LLM) -> None:
     assert len(rows[0]["token_ids"]) == 9
 
 
-def test_json_keeps_every_character_whatever_the_terminal_can_show(path: Path) -> None:
+def test_json_keeps_every_character_on_any_terminal(path: Path) -> None:
     arguments = ["Hello \N{GRINNING FACE}", "--format", "json", *FLAGS, "--model", str(path)]
     for encoding in ("latin-1", "utf-8"):
         result = CliRunner(charset=encoding).invoke(app, arguments)
@@ -134,7 +134,7 @@ def test_sampling_flags_are_honoured_and_a_seed_repeats_an_answer(path: Path, ll
     assert other != first
 
 
-def test_the_models_own_values_hold_where_no_flag_says_and_are_told(tmp_path: Path) -> None:
+def test_the_models_sampling_values_apply_without_flags_and_are_printed(tmp_path: Path) -> None:
     other = tiny_chat.build(tmp_path)
     (other / "generation_config.json").write_text('{"temperature": 3.0, "top_k": 30}')
     llm = LLM(other, dtype="float32", kv_cache_memory="2MiB", max_model_len=128)

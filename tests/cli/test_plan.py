@@ -206,7 +206,7 @@ def test_a_directory_that_is_no_model_ends_with_2(tmp_path: Path, content: str |
 
 
 def test_a_gguf_file_is_planned_alike_before_and_after_it_is_converted(tmp_path: Path) -> None:
-    """It has no scales, which needs no weight files to know: nothing is unchecked, and nobody is warned."""
+    """A GGUF file has no scales: the plan checks everything without weight files, and warns of nothing."""
     file, cache = write_gguf(tmp_path / "m.gguf"), {"KVANT_CACHE": str(tmp_path / "cache")}
     asked = ("plan", file, "--kv-cache-dtype", "fp8", "--memory", "1GiB", "--format", "json")
     before = kvant(*asked, env=cache).out

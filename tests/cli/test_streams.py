@@ -16,7 +16,7 @@ RUN = "import sys; sys.argv[0] = 'kvant'; from kvant.cli.main import run; run()"
 
 
 def without_reader(code: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What became of a Python process whose stdout is a pipe that nobody reads."""
+    """The result of a Python process whose stdout is a pipe without a reader."""
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -46,7 +46,7 @@ def test_what_a_command_found_is_its_exit_code_read_or_not() -> None:
     assert (ran.returncode, ran.stderr) == (3, "")
 
 
-def test_a_server_goes_on_when_nobody_reads_what_it_says() -> None:
+def test_a_server_goes_on_if_its_output_is_not_read() -> None:
     """It says so again whenever its engine was restarted."""
     lines = "from kvant.cli.serve import _say\nfor word in ('ready', 'again'): _say(word)"
     ran = without_reader(lines)

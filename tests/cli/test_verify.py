@@ -32,7 +32,7 @@ def test_a_cell_that_holds_shows_its_error_and_a_refused_one_its_reason() -> Non
         r"^\| `fp8_e4m3/int8_per_token_head` \|( \d\.\de-0\d \|){4}$", result.stdout, re.M
     )
     assert "Refuses everything: Triton compiles for GPUs only." in result.stdout
-    assert "Not verified yet" not in result.stdout  # nobody asked for the rest
+    assert "Not verified yet" not in result.stdout  # the other combinations were not asked for
     assert "do not edit" not in result.stdout
 
 

@@ -53,7 +53,7 @@ class Cluster(Server):
         return self.get("/health").json  # type: ignore[no-any-return]
 
     def wait_for(self, count: int, seconds: float = BACK_SECONDS) -> float:
-        """Until so many replicas answer; how long that took."""
+        """Waits until `count` replicas answer. Returns the seconds that it took."""
         began = time.monotonic()
         while self.health()["ready"] != count:
             assert time.monotonic() - began < seconds, self.health()

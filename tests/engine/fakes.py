@@ -1,6 +1,6 @@
 """A model that can be checked: it remembers tokens in pages, and answers by what it reads there.
 
-Whatever goes wrong with pages, tables, slots, zeroing or chunks makes it read another context and so
+Any error of pages, tables, slots, zeroing or chunks makes it read another context and so
 give another answer than `answer`, which knows nothing of pages.
 """
 

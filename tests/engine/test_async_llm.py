@@ -1,4 +1,4 @@
-"""`AsyncLLM`: many tasks, one batch, and pages that come back whatever happens to a task."""
+"""`AsyncLLM`: many tasks, one batch, and pages that come back however a task ends."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_by_the_constructor(path: Path)
     assert threading.active_count() == before
 
 
-def test_whoever_interrupts_the_loading_does_not_wait_for_it(
+def test_an_interruption_does_not_wait_for_the_loading(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -299,7 +299,7 @@ async def _times_out(llm: AsyncLLM) -> None:
     [_breaks, _never_reads, _closes, _leaves, _raises, _times_out],
     ids=lambda f: f.__name__,
 )
-def test_whoever_leaves_early_gives_the_pages_back(
+def test_a_stream_that_is_left_early_gives_its_pages_back(
     llm: AsyncLLM, leave: Callable[[AsyncLLM], Awaitable[None]]
 ) -> None:
     async def scenario() -> None:
@@ -392,7 +392,7 @@ def test_a_step_that_fails_costs_those_who_took_part_an_error_and_nothing_else(
 
 
 @pytest.mark.parametrize("broken", ["step", "audit"])
-def test_an_engine_that_is_not_sound_any_more_leaves_nobody_waiting(
+def test_an_engine_that_is_broken_ends_every_request(
     sync: LLM, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     llm = AsyncLLM.from_llm(sync)

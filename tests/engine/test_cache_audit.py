@@ -1,4 +1,4 @@
-"""Scales that change though nobody writes them are noticed by an idle engine, and nobody reads them again."""
+"""An idle engine notices scales that changed without a write, and no request reads them again."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def num_cached(engine: Engine) -> int:
     return run(engine, [PROMPT], NUM_TOKENS)[0].num_cached_tokens
 
 
-def test_a_bit_that_flips_in_a_cached_scale_is_noticed_and_its_page_found_by_nobody(
+def test_a_flipped_bit_in_a_cached_scale_is_noticed_and_its_page_is_not_found_again(
     bench: Bench,
 ) -> None:
     (expected,) = bench.alone([PROMPT], NUM_TOKENS)
@@ -149,14 +149,14 @@ def test_a_page_that_is_written_again_with_the_same_tokens_is_no_finding(path: P
     allocator, audit = engine.scheduler.allocator.groups[0], engine.audit_scales
     plane = scale_planes(pool_of(engine))[0]
     for scale in (1.0, 1.5):
-        taken = allocator.allocate(allocator.num_available)  # whatever was cached is gone
+        taken = allocator.allocate(allocator.num_available)  # evicts all cached pages
         assert taken is not None
         plane[1] = scale
         assert allocator.remember(1, b"the same tokens")
         allocator.release(taken)
         assert audit() == []
     plane[1] = 1.0
-    assert len(audit()) == 1, "the control: nobody wrote it this time"
+    assert len(audit()) == 1, "the control: this time there was no write"
 
 
 def test_one_look_costs_a_slice_and_all_pages_have_their_turn(

@@ -65,7 +65,7 @@ def test_requests_that_share_little_do_not_wait_for_each_other() -> None:
     assert runner.steps[0] == [32] * 4
 
 
-def test_without_a_prefix_cache_nobody_waits_and_every_choice_is_right() -> None:
+def test_without_a_prefix_cache_all_choices_start_at_once_and_are_right() -> None:
     params = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
     with_cache, _ = make_engine()
     without, runner = make_engine(prefix_caching=False, max_num_batched_tokens=1000)

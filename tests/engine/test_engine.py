@@ -69,11 +69,11 @@ def test_prompts_are_cut_at_multiples_of_the_stride() -> None:
     prompts = [prompt_of(length, length) for length in (70, 9, 65, 40, 3)]
     results = generate(engine, prompts, greedy(2))
     assert [list(r.token_ids) for r in results] == [answer(p, 2) for p in prompts]
-    # Of 70 tokens 32, then the 38 that are left; beside its answer all 9 of the next, and 16 of 65.
+    # First 32 of 70 tokens, then the other 38; beside its answer the next prompt's 9, and 16 of 65.
     assert runner.steps[:3] == [[32], [38], [1, 9, 16]]
 
 
-def test_nobody_holds_pages_in_a_step_without_room_for_it() -> None:
+def test_a_request_without_room_in_the_step_holds_no_pages() -> None:
     engine, runner = make_engine(max_num_batched_tokens=40, prompt_stride=16, num_pages=200)
     for length in (38, 9):
         engine.submit(prompt_of(length, length), greedy(2))
@@ -83,7 +83,7 @@ def test_nobody_holds_pages_in_a_step_without_room_for_it() -> None:
     run(engine)
 
 
-def test_a_stride_that_steps_have_no_room_for_keeps_nobody_waiting() -> None:
+def test_a_stride_larger_than_a_step_delays_no_request() -> None:
     engine, runner = make_engine(max_num_batched_tokens=8, prompt_stride=16, num_pages=200)
     prompts = [prompt_of(50, 1), prompt_of(33, 2)]
     results = generate(engine, prompts, greedy(4))
@@ -107,7 +107,7 @@ def test_a_long_prompt_does_not_hold_up_those_who_are_answering() -> None:
     run(engine)
 
 
-def test_under_constant_preemption_everybody_ends_with_the_same_answer() -> None:
+def test_under_constant_preemption_every_request_ends_with_the_same_answer() -> None:
     prompts = [prompt_of(5 + i % 9, i) for i in range(34)]
     engine, _ = make_engine(num_pages=33, page_size=4, max_num_seqs=34, max_num_batched_tokens=64)
     results = generate(engine, prompts, greedy(30))
@@ -116,7 +116,7 @@ def test_under_constant_preemption_everybody_ends_with_the_same_answer() -> None
     assert [list(r.token_ids) for r in results] == [answer(p, 30) for p in prompts]
 
 
-def test_nobody_is_admitted_into_the_page_that_a_running_request_needs_next() -> None:
+def test_no_request_is_admitted_into_the_page_that_a_running_one_needs_next() -> None:
     engine, _ = make_engine(num_pages=5)  # four pages of four tokens
     first = engine.submit(prompt_of(7), greedy(5))
     engine.step()  # holds two pages; the token after next needs a third
@@ -182,7 +182,7 @@ def test_while_one_answers_others_find_its_prompt_and_afterwards_its_answer() ->
     assert list(results[second].token_ids) == list(third.token_ids) == answer(talk, 1)
 
 
-def test_whoever_is_preempted_finds_the_pages_of_its_own_answer_again() -> None:
+def test_a_preempted_request_finds_the_pages_of_its_answer_again() -> None:
     engine, runner = make_engine(num_pages=14)
     prompts = [prompt_of(4), prompt_of(4, 1)]
     older, younger = (engine.submit(prompt, greedy(40)) for prompt in prompts)
@@ -199,8 +199,8 @@ def test_whoever_is_preempted_finds_the_pages_of_its_own_answer_again() -> None:
         assert list(results[number].token_ids) == answer(prompt, 40)
 
 
-def test_whoever_is_preempted_within_its_prompt_leaves_nothing_to_find() -> None:
-    """No token has followed yet: nobody knows that its pages hold numbers."""
+def test_a_request_preempted_within_its_prompt_leaves_no_findable_page() -> None:
+    """No token has followed yet, so its pages may hold NaN."""
     engine, _ = make_engine(num_pages=8, max_num_batched_tokens=2)
     older = engine.submit(prompt_of(4), greedy(20))
     while engine.scheduler.sequences()[0].num_output_tokens == 0:
@@ -430,7 +430,7 @@ def test_dropping_a_stream_cancels_its_request_even_before_its_first_piece() -> 
     assert not engine.has_work
 
 
-def test_a_stream_that_is_collected_in_the_middle_of_a_step_harms_nobody_in_it() -> None:
+def test_a_stream_collected_in_the_middle_of_a_step_harms_no_other_request() -> None:
     """One that lies in a cycle, such as a kept traceback's, ends whenever Python looks for cycles."""
     engine, runner = make_engine()
     number = engine.submit(prompt_of(9), greedy(40))

@@ -1,4 +1,4 @@
-"""The same tokens whatever the scheduling, for every format, on a real model in float64.
+"""The same tokens under any scheduling, for every format, on a real model in float64.
 
 In float64 the rounding of other batch shapes (1e-16) does not reach a stored code.
 """

@@ -1,6 +1,6 @@
 """SmolLM2 in float32: with float32 KV the tokens are the same as they are, with every other format in
 batch-invariant mode. With torch's products, outside of the mode, a quantised format's do differ: the
-negative control. Kvant's own products keep the promise also where nobody asks.
+negative control. Kvant's own products keep the promise without --batch-invariant too.
 """
 
 from __future__ import annotations

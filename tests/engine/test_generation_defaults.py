@@ -1,4 +1,4 @@
-"""What a model's generation_config.json decides where nobody says."""
+"""What a model's generation_config.json decides for requests without these parameters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_model_without_the_file_recommends_nothing(tmp_path: Path) -> None:
     assert recommendation(recommended_params(tmp_path)) == ""
 
 
-def test_a_recommendation_is_told_by_what_differs() -> None:
+def test_a_recommendation_names_only_the_values_that_differ() -> None:
     params = SamplingParams(temperature=0.6, top_k=20, max_tokens=5)
     assert recommendation(params) == "temperature 0.6, top_k 20"
 

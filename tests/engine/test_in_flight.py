@@ -863,7 +863,7 @@ def test_drafts_in_flight_give_the_plain_answers(wrong_every: int, launches: Cou
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_drafts_in_flight_end_exactly_at_max_tokens(max_tokens: int) -> None:
-    """Whatever is accepted, positions stay within what the request may have."""
+    """With any number of accepted drafts, positions stay within the request's limit."""
     prompts = [[5, 6, 7], [8] * 6, [9, 10]]
     for wrong_every in (2, 3, 100):
         engine, _ = make(60, longest=24, num_drafts=[5], wrong_every=wrong_every)

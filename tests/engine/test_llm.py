@@ -168,7 +168,7 @@ def test_by_default_pages_take_a_share_of_free_memory_but_no_more_than_can_be_us
     assert llm.planned.memory.kv_bytes < CPU_SHARE * free_host_bytes()
 
 
-def test_what_is_slow_or_coarse_is_told_to_python_programs_and_by_servers(
+def test_warnings_about_speed_and_precision_reach_python_programs_and_servers(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = make(path, dtype="float64")
@@ -209,7 +209,7 @@ def test_steps_that_cannot_be_recorded_are_a_warning_of_a_running_engine(
 
 
 @pytest.mark.parametrize("part", ["runner.KVPool", "runner.ModelRunner.capture"])
-def test_memory_that_is_not_there_any_more_is_told_in_words_and_the_way_out_works(
+def test_memory_that_another_process_took_is_reported_and_the_way_out_works(
     path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -415,7 +415,7 @@ def test_dummy_weights_need_no_weight_files_and_say_so(tmp_path: Path) -> None:
         LLM(bare, max_model_len=64, device="cpu")
 
 
-def test_values_beyond_a_format_are_counted_by_layer_and_told_once(
+def test_values_beyond_a_format_are_counted_by_layer_and_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_chat.build(tmp_path)

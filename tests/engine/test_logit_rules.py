@@ -195,7 +195,7 @@ def test_a_request_whose_rules_leave_nothing_is_refused_and_its_neighbours_go_on
     assert [(t,) for t in results[number].token_ids] == expected
 
 
-def test_each_answer_has_only_the_tokens_its_own_rules_allow_whatever_runs_beside_it() -> None:
+def test_each_answer_has_only_tokens_that_its_own_rules_allow_in_any_batch() -> None:
     """Each request may use one token of its own; they come, go, are cancelled and preempted."""
     engine, _ = make_engine(num_pages=20, max_num_seqs=16, max_num_batched_tokens=24)
     own: dict[int, int] = {}

@@ -56,7 +56,7 @@ def answer(engine: Engine, prompts: list[list[int]], place: int) -> Result:
 
 
 def num_different(llm: LLM, wanted: FormatRequest, trials: int) -> int:
-    """In how many of so many batches of 2 to 64 tokens or log-probabilities differ in any bit."""
+    """The number of batches, among `trials` of 2 to 64 requests, that change a token or a log-probability."""
     bench = Bench(llm, wanted)
     alone = answer(bench.engine(), [NEEDLE], 0)
     assert alone.logprobs is not None
@@ -83,7 +83,7 @@ def test_a_needle_gets_the_same_bits_at_any_place_of_any_batch(in_mode: LLM) -> 
 
 
 def test_with_torchs_products_it_does_not(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the same trials, where sums go in whatever order is fast for so many rows."""
+    """The control: the same trials, with sums in the order that is fastest for the number of rows."""
     monkeypatch.setattr(
         info, "refuse_host", lambda device: "the control has to run without kernels"
     )

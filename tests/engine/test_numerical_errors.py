@@ -1,4 +1,4 @@
-"""NaN ends the request that owns it, alone; nothing of it stays behind."""
+"""NaN ends only the request that owns it, and none of its pages stay cached."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_nan_in_a_stored_page_ends_its_request_alone_and_leaves_nothing_behind(
     assert [results[number].token_ids for number in others] == expected[1:]
 
     again, once_more = (run(engine, [PROMPT], NUM_TOKENS)[0] for _ in range(2))
-    assert again.num_cached_tokens == 0, "what may be where it came from is found by nobody"
+    assert again.num_cached_tokens == 0, "pages that may be the source of NaN cannot be found"
     assert again.token_ids == expected[0]
     assert once_more.num_cached_tokens > 0, "and the cache goes on"
     assert once_more.token_ids == expected[0]
@@ -83,14 +83,14 @@ def test_a_scale_outside_the_pages_that_is_no_number_ends_requests_with_that_rea
         result = run(engine, [PROMPT], NUM_TOKENS)[0]
         assert result.finish_reason is FinishReason.NUMERICAL_ERROR
         assert result.token_ids == ()
-        assert engine.stats.num_idle_pages == 0, "nothing of it is in the prefix cache"
+        assert engine.stats.num_idle_pages == 0, "none of its pages are in the prefix cache"
         cache.k_scale.copy_(right)
         assert (
             run(engine, [PROMPT], NUM_TOKENS)[0].token_ids == bench.alone([PROMPT], NUM_TOKENS)[0]
         )
 
 
-def test_a_prompt_in_chunks_is_found_by_nobody_before_its_first_token(path: Path) -> None:
+def test_pages_of_a_prompt_in_chunks_cannot_be_found_before_its_first_token(path: Path) -> None:
     bench = make(path, "float32", "float32")
     engine = bench.engine(caching=True, chunk=8)
     number = engine.submit(PROMPT, PARAMS)

@@ -1,4 +1,4 @@
-"""The engine on a GPU gives the CPU's answers, whatever was launched ahead: python -m pytest -m gpu here."""
+"""The engine on a GPU gives the CPU's answers, with steps launched ahead: python -m pytest -m gpu here."""
 
 from __future__ import annotations
 

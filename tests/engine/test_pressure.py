@@ -138,7 +138,7 @@ class Answerer:
         )  # fmt: skip
 
     def alone(self, wanted: FormatRequest, count: int) -> list[Result]:
-        """The first `count` by themselves in a large pool: no hits, no chunks, no drafts, nobody else."""
+        """The first `count` alone in a large pool: no hits, no chunks, no drafts, no other requests."""
         bench = Bench(self.llms[SMALL], wanted)
         found = self._alone.setdefault(wanted, [])
         for asked in self.asked[len(found) : count]:
@@ -161,7 +161,7 @@ class Answerer:
     def check(
         self, wanted: FormatRequest, cell: Cell, count: int = 12, *, recorded: bool = False
     ) -> int:
-        """One cell of the cross, so many prompts, each twice; how many answers that were."""
+        """Runs `count` prompts of one combination, each twice. Returns the number of answers."""
         bench = Bench(self.llms[SMALL if cell.preempted else LARGE], wanted)
         pages = _pool(cell, count)
         engine = bench.engine(

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: right, in bounded memory, whatever the chunks, the cache and the pressure."""
+"""Log-probabilities of prompts: right, in bounded memory, for any chunks, hits and memory pressure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def results(engine: object) -> dict[int, Result]:
     num_pages=st.sampled_from([40, 200]),
     num_top=st.integers(0, 3),
 )
-def test_every_prompt_token_has_its_own_whatever_the_chunks_and_the_pressure(
+def test_every_prompt_token_has_its_logprob_for_any_chunks_and_memory_pressure(
     lengths: list[int], budget: int, rows: int, page_size: int, num_pages: int, num_top: int
 ) -> None:
     engine, _ = make_engine(
@@ -175,7 +175,7 @@ def test_nan_anywhere_in_a_scored_prompt_ends_that_request_alone() -> None:
     assert found[bad].finish_reason == "numerical_error"
     assert found[bad].prompt_logprobs is None
     assert len(found[good].token_ids) == 8
-    assert found[unasked].num_cached_tokens == 0, "nothing of it is found by others"
+    assert found[unasked].num_cached_tokens == 0, "other requests find none of its pages"
 
 
 def test_ranks_and_tops_of_single_rows() -> None:
@@ -187,7 +187,9 @@ def test_ranks_and_tops_of_single_rows() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_they_are_those_of_transformers_whatever_the_chunk(family: str, tmp_path: Path) -> None:
+def test_prompt_logprobs_equal_those_of_transformers_for_any_chunk_size(
+    family: str, tmp_path: Path
+) -> None:
     path = tiny.build(family, tmp_path)
     prompt = [3 + (7 * i) % 120 for i in range(29)]
     module = tiny.make(family)

@@ -148,7 +148,7 @@ def test_sorting_the_head_alone_gives_the_tokens_of_sorting_everything(
             assert tokens(row, params, 40) == fast
 
 
-def test_logprobs_are_those_of_the_model_whatever_was_sampled() -> None:
+def test_logprobs_are_those_of_the_model_for_any_sampled_token() -> None:
     row = torch.randn(1, 30)
     expected = row[0].double().log_softmax(0)
     for params in (
@@ -246,10 +246,10 @@ def test_many_rows_at_once_give_the_tokens_of_single_rows() -> None:
     ],
     ids=str,
 )
-def test_only_those_parts_of_a_draw_are_launched_that_somebody_needs(
+def test_only_the_parts_of_a_draw_that_a_row_needs_are_launched(
     asked: dict[str, Any], needed: list[bool]
 ) -> None:
-    """Whoever takes the likeliest token needs none, and changes nothing for those beside."""
+    """A greedy row needs no part of a draw, and does not change what other rows need."""
     rows = [
         Draw(SamplingParams(temperature=heat, **filters), 0.5).numbers
         for heat, filters in ((1.0, asked), (0.0, {"top_k": 900, "top_p": 0.5}))

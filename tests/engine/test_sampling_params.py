@@ -75,7 +75,7 @@ def test_an_unknown_parameter_is_an_error() -> None:
         SamplingParams(tempreature=1)  # type: ignore[call-arg]
 
 
-def test_nobody_can_change_the_parameters_of_a_request() -> None:
+def test_the_parameters_of_a_request_cannot_be_changed() -> None:
     stops = ["a"]
     params = SamplingParams(stop=stops)
     stops.append("b")

@@ -54,7 +54,7 @@ def written(path: Path, text: str) -> Path:
     return file
 
 
-def test_what_nobody_says_is_the_default() -> None:
+def test_without_a_value_an_option_has_its_default() -> None:
     assert read().build(Table) == Table()
     assert read().given == {}
 

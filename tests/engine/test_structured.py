@@ -1,4 +1,4 @@
-"""Structured output: every answer has its form, whatever runs beside it; compiling holds nobody up."""
+"""Structured output: every answer has its form in any batch, and compiling delays no other request."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_lone_surrogates_are_a_fault_of_the_request_in_prompts_and_in_chats(tmp_
     ids=str,
 )
 @pytest.mark.parametrize("read", [text.open_tokenizer, template.open_tokenizer])
-def test_whatever_is_wrong_with_a_tokenizer_is_its_files_fault(
+def test_any_error_of_a_tokenizer_is_reported_as_a_bad_file(
     tmp_path: Path,
     file: str,
     changes: dict[str, object],

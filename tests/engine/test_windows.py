@@ -27,7 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": _BOTH, "gemma3": _BOTH, "gpt_oss": _BOTH,
     "mistral": {"num_hidden_layers": 4}, "qwen2": {"max_window_layers": 1},
 }  # fmt: skip
-"""Of each two layers, one with a window and one without; shallow mistral repeats nothing that is drafted."""
+"""Layers with and without windows in turn. A shallow mistral would never repeat a draft of prompt lookup."""
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ class PagesUnderLoad(RuleBasedStateMachine):
         assert len(pages) == count
         taken = {page for sequence in self.held for page in sequence}
         assert len(set(pages)) == count, "a page was handed out twice in one call"
-        assert not taken & set(pages), "a page was handed out while somebody holds it"
+        assert not taken & set(pages), "a page was handed out while it is held"
         assert SCRATCH not in pages
         assert set(self.allocator.take_pages_to_zero()) == set(pages), "a new page must be cleared"
         for page in pages:

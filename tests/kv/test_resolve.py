@@ -1,4 +1,4 @@
-"""Properties of the resolver, and what becomes of wishes that nobody can serve."""
+"""Properties of the resolver, and the result of wishes that no backend serves."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_turboquant_leaves_the_first_and_last_two_layers_wide_and_says_so() -> N
         assert any(rung.startswith("format-default") for rung in layer.k.considered)
 
 
-def test_a_format_that_ends_up_in_no_layer_of_a_small_model_is_told() -> None:
+def test_a_format_that_no_layer_of_a_small_model_stores_gives_a_warning() -> None:
     request = KVRequest(explicit=(asks(TURBO[0], KVDtype.FP8_E5M2),))
     four, five = (resolve(request, CheckpointKV(), deep(n), around()) for n in (4, 5))
     said = "keys are in no layer stored as asked: turboquant_k4"
@@ -167,7 +167,7 @@ def test_a_format_s_default_acts_on_a_checkpoint_s_wish_too() -> None:
 
 @given(dtypes, st.lists(selectors, max_size=3), requests, checkpoints)
 @pytest.mark.case("F3", "A22")
-def test_a_skipped_layer_stores_the_model_dtype_whatever_else_is_asked(
+def test_a_skipped_layer_stores_the_model_dtype_under_any_other_option(
     rule: KVDtype, skipped: list[Selector], asked: KVDtype | Follow, checkpoint: CheckpointKV
 ) -> None:
     if isinstance(checkpoint.scheme, UnreadableWish) and asked is Follow.CHECKPOINT:
@@ -196,7 +196,7 @@ def test_resolving_twice_changes_nothing(checkpoint: CheckpointKV, asked: KVDtyp
 
 
 @pytest.mark.case("A11")
-def test_a_wish_without_a_backend_becomes_the_model_dtype_and_is_told() -> None:
+def test_a_wish_without_a_backend_becomes_the_model_dtype_with_a_warning() -> None:
     here = around(refused={KVDtype.NVFP4})
     plan = resolve(KVRequest(), wishes(KVDtype.NVFP4, KVDtype.NVFP4), geometry(), here)
     for layer in plan.layers:

@@ -123,7 +123,7 @@ ACTIONS = st.lists(
 def test_states_and_pages_share_superblocks(
     actions: list[tuple[str, int | bytes]], pages: int, states: int
 ) -> None:
-    """Whatever runs, ends, is kept and forgotten: every superblock has one owner, every page one state."""
+    """After any sequence of operations, every superblock has one owner and every page one state."""
     shared = SharedPages(7, [None, STATES], [pages, states])
     assert shared.states is not None
     running: list[tuple[list[int], list[int]]] = []

@@ -1,4 +1,4 @@
-"""Weights that are made up for timings are numbers, whatever the memory held before."""
+"""Random weights for timings are finite, with any earlier contents of the memory."""
 
 from __future__ import annotations
 

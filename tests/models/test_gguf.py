@@ -140,7 +140,7 @@ def test_the_config_is_what_the_file_says(tiny: Path) -> None:
         ({"tokenizer__ggml__eot_token_id": 0xFFFFFFFF}, 2),  # llama.cpp's null token
     ],
 )
-def test_whatever_ends_an_answer_is_an_eos_of_generation(
+def test_every_token_that_ends_an_answer_is_an_eos_token_of_generation_config(
     tmp_path: Path, said: dict[str, object], expected: object
 ) -> None:
     path = write_gguf(tmp_path / "t.gguf", metadata(**said))

@@ -48,7 +48,7 @@ def load(path: Path, k: KVDtype) -> LoadedModel:
 
 
 def generated_by_transformers(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """One prompt at a time, to the full length whatever comes."""
+    """One prompt at a time, to the full length, also past an end-of-sequence token."""
     with quiet_transformers():
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         model.generation_config.eos_token_id = None

@@ -1,4 +1,4 @@
-"""Rotary frequencies are fixed by the plan, whatever a batch or the memory for pages holds."""
+"""Rotary frequencies are fixed by the plan, for any batch and any number of pages."""
 
 from __future__ import annotations
 

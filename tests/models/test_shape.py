@@ -125,7 +125,7 @@ def test_a_probe_is_kept_and_a_broken_file_is_probed_again(
     assert read_shape({**said, "num_hidden_layers": 2}).geometry.layers == first.geometry.layers[:2]
 
 
-def test_a_model_type_that_nobody_knows_is_called_unknown() -> None:
+def test_an_unknown_model_type_is_called_unknown() -> None:
     with pytest.raises(BadCheckpoint, match="unknown model_type 'sorcery'"):
         read_shape({"model_type": "sorcery", "architectures": ["LlamaForCausalLM"]})
 

@@ -189,7 +189,7 @@ class Server:
                 response.close()
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples, whatever their labels."""
+        """The sum of a metric's samples over all labels."""
         text = self.get("/metrics").body.decode()
         found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         assert found, f"{name} is not among the metrics"

@@ -1,7 +1,7 @@
 """Clients that never finish sending, in one thread on raw sockets, so that they cost the machine little.
 
 `python -S tests/server/slow_client.py PORT EACH SECONDS` keeps so many connections that trickle a header
-and as many that trickle a body, a byte a second; whoever is closed comes back. Prints, for each kind, how
+and as many that trickle a body, a byte a second; a closed one reconnects. Prints, for each kind, how
 many were closed and how long the most patient one was kept, as JSON. Standard library only.
 """
 

@@ -1,4 +1,4 @@
-"""Keys and origins that nobody could use are refused before anything is started."""
+"""Keys and origins that no client could use are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ def test_a_file_of_keys_has_one_a_line_and_comments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "# nothing\n", None])
-def test_a_file_without_keys_lets_nobody_in_by_accident(
-    tmp_path: Path, content: str | None
-) -> None:
+def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "keys"
     if content is not None:
         file.write_text(content)

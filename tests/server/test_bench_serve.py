@@ -1,4 +1,4 @@
-"""`kvant bench serve`: what it counts is what clients saw, whatever the server does."""
+"""`kvant bench serve`: it counts what clients saw, also from a server that fails."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 
 
 
 def _send(server: Server, body: dict[str, object]) -> socket.socket:
-    """A request on a raw socket that nobody will read."""
+    """A request on a raw socket whose answer is never read."""
     sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     data = json.dumps(body).encode()
     head = (

@@ -49,7 +49,7 @@ def test_a_fault_of_our_own_is_logged_with_its_place(
     assert "Traceback" in caplog.text
 
 
-def test_what_the_user_can_mend_is_told_without_one(
+def test_an_error_that_the_user_can_correct_is_reported_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.DEBUG):

@@ -37,7 +37,7 @@ def _step(loop: Driver[int]) -> Report:
 
 
 def _run(loop: Driver[int]) -> tuple[dict[int, Piece], dict[int, Failure]]:
-    """Everybody's last piece or failure; fails if somebody is told of two ends."""
+    """The last piece or failure of every request. Fails if a request gets two ends."""
     ended: dict[int, Piece] = {}
     failed: dict[int, Failure] = {}
     while loop.has_work:

@@ -210,7 +210,7 @@ def test_32_requests_survive_kill_9(model: Path) -> None:
 
 
 def test_400_trickling_connections_are_ended_and_others_hardly_notice(model: Path) -> None:
-    """For a minute 200 that trickle headers and 200 that trickle bodies; whoever is ended comes back."""
+    """For a minute 200 that trickle headers and 200 that trickle bodies; each reconnects when it is cut."""
     with Server(model, ("--body-timeout", "14"), is_real=True) as server:
         connection = server.connect()
         body = json.dumps({"prompt": "abc", "max_tokens": 1, "temperature": 0})

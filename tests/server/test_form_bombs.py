@@ -1,4 +1,4 @@
-"""Schemas, regexes and grammars that are made to hurt: refused or answered in time, at nobody's cost."""
+"""Hostile schemas, regexes and grammars are refused or answered in time, and other requests do not wait."""
 
 from __future__ import annotations
 

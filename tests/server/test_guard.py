@@ -222,7 +222,7 @@ def test_what_the_guard_refuses_is_counted(guarded: Server) -> None:
         ("null", False),
     ],
 )
-def test_browsers_let_in_pages_of_this_machine_and_those_that_are_named(
+def test_pages_of_this_machine_and_named_origins_are_allowed(
     guarded: Server, origin: str, allowed: bool
 ) -> None:
     shown = origin if allowed else None

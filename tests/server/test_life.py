@@ -54,7 +54,7 @@ class _Clients:
     def join(self) -> None:
         for thread in self.threads:
             thread.join(30)
-        assert len(self.ends) == len(self.threads), "somebody was never answered"
+        assert len(self.ends) == len(self.threads), "a request was never answered"
 
 
 def _stop(server: Server, number: int = signal.SIGTERM) -> None:
@@ -131,7 +131,7 @@ def test_sigterm_lets_running_requests_finish_and_ends_with_0(model: Path) -> No
 
 
 @pytest.mark.slow
-def test_without_time_to_drain_clients_are_told_and_it_ends_within_four_seconds(
+def test_without_time_to_drain_clients_get_an_error_and_the_server_ends_within_four_seconds(
     model: Path,
 ) -> None:
     with Server(model, ("--shutdown-timeout", "0")) as server:
@@ -216,7 +216,7 @@ def _fails(*arguments: str) -> tuple[int, str]:
     return done.returncode, text
 
 
-def test_a_port_in_use_is_told_before_a_model_is_loaded(model: Path) -> None:
+def test_a_port_in_use_is_reported_before_a_model_is_loaded(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

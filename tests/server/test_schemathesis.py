@@ -1,4 +1,4 @@
-"""Whatever a generator of requests makes of /openapi.json, right and wrong, the answers are as described.
+"""Answers to generated requests, valid and invalid, are as /openapi.json describes them.
 
 `pytest tests/server/test_schemathesis.py -m slow -s` runs 500 examples an operation.
 """

@@ -1,4 +1,4 @@
-"""The engine's socket lies where nobody else can reach it, and nothing stays behind."""
+"""Only the owner can reach the engine's socket, and its directory is removed at the end."""
 
 from __future__ import annotations
 

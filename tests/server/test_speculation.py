@@ -19,7 +19,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("spec"))
 
 
-def test_a_server_that_drafts_answers_alike_and_counts(model: Path) -> None:
+def test_a_server_with_drafts_gives_the_same_answers_and_counts_drafts(model: Path) -> None:
     body = {
         "prompt": "abc abc abc abc", "max_tokens": 48, "temperature": 0, "ignore_eos": True,
         "logprobs": 1, "return_token_ids": True,

@@ -1,4 +1,4 @@
-"""A chat template is a program of the checkpoint: it costs its own request and nobody else anything."""
+"""A chat template is a program of the checkpoint: its costs fall on its own request alone."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_limit_of_what_it_writes_holds_at_its_value_and_not_one_beyond() -> 
     _run(work, 5.0)
 
 
-def test_whoever_leaves_does_not_leave_an_answer_for_the_next() -> None:
+def test_a_cancelled_rendering_leaves_no_answer_for_the_next_request() -> None:
     async def work(renderer: Renderer) -> None:
         slow = "{% for a in range(99999) %}{% endfor %}" * 3 + "slow"
         left = asyncio.create_task(renderer.render(Render(slow, tuple(TALK), {})))

@@ -1,4 +1,4 @@
-"""The one door: whatever the bytes are, it returns a request within the limits or raises ApiError."""
+"""Reading a body returns a request within the limits, or raises ApiError, for any bytes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _VALUES = st.recursive(
 
 @given(st.dictionaries(st.sampled_from(NAMES), _VALUES, max_size=6))
 @settings(max_examples=400, deadline=None)
-def test_no_body_gets_anything_but_a_request_or_an_api_error(body: dict[str, Any]) -> None:
+def test_every_json_body_gives_a_request_or_an_api_error(body: dict[str, Any]) -> None:
     data = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}], **body})
     for read in (read_chat, read_completion):
         try:
@@ -94,7 +94,7 @@ def test_no_body_gets_anything_but_a_request_or_an_api_error(body: dict[str, Any
 @given(st.binary(max_size=300))
 @example(b"\xff")
 @settings(max_examples=200, deadline=None)
-def test_no_bytes_get_anything_else_either(data: bytes) -> None:
+def test_bytes_that_are_no_json_body_give_an_api_error(data: bytes) -> None:
     for read in (read_chat, read_completion):
         with pytest.raises(ApiError):
             read(data, LIMITS, FACTS)

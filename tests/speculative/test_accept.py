@@ -1,4 +1,4 @@
-"""The rule of acceptance keeps the target's distribution, whatever was drafted."""
+"""The rule of acceptance keeps the target's distribution for any drafts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_rejected_draft_is_replaced_by_a_token_of_p_without_it() -> None:
             assert counts[token] / rejected == pytest.approx(float(rest[token]), abs=0.02)
 
 
-def test_the_same_seed_gives_the_same_answer_whatever_is_drafted() -> None:
+def test_the_same_seed_gives_the_same_answer_with_any_drafts() -> None:
     for seed in range(50):
         plain, _ = answer(seed, (), 6)
         for drafts in ((0,), (1, 2), (3, 3, 3, 3)):

@@ -28,7 +28,7 @@ def test_prompt_lookup_needs_no_model_and_has_defaults() -> None:
     assert asked.options == {"prompt_lookup_min": 2, "prompt_lookup_max": 6}
 
 
-def test_a_method_of_somebody_elses_is_named_by_where_it_stands() -> None:
+def test_a_method_outside_kvant_is_named_by_its_module() -> None:
     asked = parse_speculative_config({"method": "tests.speculative.test_config:MINE"})
     assert asked.method is MINE
 

@@ -47,7 +47,7 @@ def features(count: int, seed: int = 0) -> Tensor:
 def expected(
     pair: Pair, hidden: Tensor, last: int, *, embedding: Tensor, head: Tensor
 ) -> list[int]:
-    """The recipes' drafter, which knows nothing of pages."""
+    """The recipes' drafter, which has no pages."""
     length = hidden.shape[0]
     block = embedding[torch.tensor([[last, *[MASK] * MOST]])]
     states = pair.drafter(
@@ -88,7 +88,7 @@ def speculators_style(pair: Pair, path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_it_drafts_as_in_plain_torch_whatever_the_pieces_of_the_context(pair: Pair) -> None:
+def test_dflash_drafts_as_in_plain_torch_for_any_pieces_of_the_context(pair: Pair) -> None:
     target = fake_target(pair)
     pages = [7, 3, 12, 5, 9, 1, 20, 8, 30, 2]
     hidden = features(30)

@@ -44,7 +44,7 @@ def test_a_drafters_scale_outside_the_pages_is_put_back(pair: Pair) -> None:
     assert scale.tolist() == was.tolist()
 
 
-def test_what_a_drafter_cannot_hold_is_counted_and_told_as_its_own(
+def test_values_beyond_a_drafters_format_are_counted_and_logged_as_the_drafters(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
     llm = make_llm(pair, kv_cache_dtype="float32", draft_kv="fp8_e4m3")

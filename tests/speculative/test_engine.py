@@ -1,4 +1,4 @@
-"""The loop with drafts, on a model that reads back what it stored: nobody's answer changes."""
+"""The loop with drafts, on a model that reads back what it stored: no answer changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_right_drafts_save_steps_and_wrong_ones_cost_none() -> None:
     assert steps[100] <= 1 + math.ceil(19 / 5)
 
 
-def test_under_constant_preemption_everybody_ends_with_the_same_answer() -> None:
+def test_under_constant_preemption_every_request_ends_with_the_same_answer() -> None:
     prompts = [prompt_of(5 + i % 9, i) for i in range(34)]
     engine, _ = fake_engine(num_pages=33, max_num_seqs=34, max_num_batched_tokens=64)
     speculate(engine, known(prompts, 30))
@@ -79,7 +79,7 @@ def test_drafts_keep_no_prompt_waiting() -> None:
     assert late in seen
 
 
-def test_drafts_preempt_nobody() -> None:
+def test_drafts_preempt_no_request() -> None:
     """Pages for drafts come from what is free; with none to spare there are simply no drafts."""
     counts = []
     for drafting in (False, True):
@@ -139,7 +139,7 @@ def test_cancelling_between_steps_leaves_others_and_pages_in_order() -> None:
 
 
 def test_a_row_that_is_no_numbers_is_never_accepted() -> None:
-    """The answer ends where plain decoding would end, whatever was drafted behind that place."""
+    """The answer ends where plain decoding would end, with any drafts behind that place."""
     prompt = prompt_of(5)
     full = [*prompt, *answer(prompt, 12)]
     engine, runner = fake_engine()
@@ -150,7 +150,7 @@ def test_a_row_that_is_no_numbers_is_never_accepted() -> None:
     assert list(result.token_ids) == full[len(prompt) : len(prompt) + 6]
 
 
-def test_a_poisoned_row_behind_a_rejected_draft_harms_nobody() -> None:
+def test_a_poisoned_row_behind_a_rejected_draft_harms_no_answer() -> None:
     prompt = prompt_of(5)
     full = [*prompt, *answer(prompt, 12)]
     engine, runner = fake_engine()

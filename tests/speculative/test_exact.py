@@ -228,7 +228,7 @@ def test_more_drafts_than_the_block_holds_are_refused_and_the_way_out_works(pair
 def test_a_drafter_that_shares_the_targets_cache_reads_its_owners_format(
     pair: Pair, kv: str
 ) -> None:
-    """Queries keep their own dtype, whatever the owner stores."""
+    """Queries keep their own dtype for any stored format."""
     llm = make_llm(pair, method="tests.speculative.sharing:METHOD", kv_cache_dtype=kv)
     llm.generate([list(pair.prompts[0])], PARAMS)
     speculation = llm.engine.speculation

@@ -145,7 +145,7 @@ def test_streamed_pieces_come_one_for_each_token(llm: LLM) -> None:
     assert "".join(piece.text for piece in pieces) == plain.text
 
 
-def test_somebody_elses_proposer_is_one_file(model: Path) -> None:
+def test_a_proposer_outside_kvant_is_one_file(model: Path) -> None:
     llm = LLM(
         model, dtype="float64", kv_cache_memory="4MB",
         speculative_config={"method": "tests.speculative.scripted:METHOD", "wrong_every": 2},

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept as long as somebody uses them, and where they can be."""
+"""Compiled kernels are kept while they are used, in a directory that can be written."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_few_rows_of_many_heads_are_joined_by_the_kernel_itself() -> None:
     assert decode(1).combines
 
 
-def test_rows_that_must_be_rotated_back_are_written_by_whoever_joins_them() -> None:
+def test_rows_that_must_be_rotated_back_are_written_by_the_kernel_that_joins_parts() -> None:
     one = decode(600, rotated=True, max_seqlen_q=5, tokens=3000)
     assert (one.direct, one.parts, one.combines) == (False, True, True)
     joined = decode(16, rotated=True)
@@ -84,7 +84,7 @@ def test_rows_that_must_be_rotated_back_are_written_by_whoever_joins_them() -> N
     assert (wide.direct, wide.join) == (True, 0)
 
 
-def test_fixed_items_end_at_the_same_places_whatever_else_is_in_the_step() -> None:
+def test_fixed_items_end_at_the_same_places_in_any_step() -> None:
     alone, among = (decode(n, fixed_seqlen_kv=5000) for n in (1, 256))
     assert alone.least == among.least == FIXED_SPLIT // FEW.tile
     assert alone.items == 5

@@ -306,7 +306,7 @@ def test_rows_beyond_int32_words_are_written_and_reached(
 def test_a_recorded_step_with_pieces_of_prompts_follows_what_it_is_given(
     name: KVDtype, options: dict[str, Any]
 ) -> None:
-    """Padded with tokens of no sequence and sequences without tokens, of NaN and pages of anybody."""
+    """The padding holds NaN, and its page table names pages of real sequences."""
     tokens, seqs = 192, 8
     x = case.prepare(
         name, heads=(8, 2), head_dims=(128, 128), sequences=((700, 90), (33, 33), (1500, 60), (40, 1)),

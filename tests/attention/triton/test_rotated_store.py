@@ -106,7 +106,7 @@ def check(
         # Sums in another order may move a number over an edge between two codes.
         same = plane.contiguous().view(torch.uint8) == wanted.contiguous().view(torch.uint8)
         assert same.float().mean() > (0.5 if plane.dtype.itemsize == 4 else 0.99)
-    # Through attention all of it counts, whatever a byte is.
+    # Attention reads every byte, so its output shows any difference.
     q = found.double()
     a = case.EXACT.attend(again.cache, q, again.step, again.params)
     b = case.EXACT.attend(x.cache, q, x.step, x.params)

@@ -115,14 +115,14 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", list(WRONG.values()), ids=list(WRONG))
 @pytest.mark.parametrize("name", SERVED, ids=str)
-def test_whoever_rounds_less_or_sees_other_keys_is_caught(name: KVDtype, wrong: Tiles) -> None:
+def test_rounding_less_or_reading_other_keys_fails_the_check(name: KVDtype, wrong: Tiles) -> None:
     trial = Trial(need(name, name), ((600, 512),), rounds_long=True)
     outcome = hold(TritonFp8Backend(Few(), wrong), trial, CPU)
     assert outcome.wrong is not None
     assert outcome.error > 2 * outcome.bound
 
 
-def test_rounding_is_wrong_where_nobody_asked_for_it() -> None:
+def test_a_backend_that_rounds_unasked_fails_the_check() -> None:
     trial = Trial(need(), LONG)
     assert hold(TritonFp8Backend(Few(), Tiles()), trial, CPU).wrong is not None
 

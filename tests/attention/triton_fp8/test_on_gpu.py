@@ -122,7 +122,9 @@ def test_scores_and_values_may_grow_along_the_keys(name: KVDtype, causal: bool) 
 
 
 @pytest.mark.parametrize("name", SERVED, ids=str)
-def test_rows_of_nobody_stay_as_they_are_and_the_same_step_has_the_same_bits(name: KVDtype) -> None:
+def test_padding_rows_are_not_written_and_a_repeated_step_gives_the_same_bits(
+    name: KVDtype,
+) -> None:
     x = long_case(name, ((40, 3), (700, 300), (300, 300)), padding=5)
     held = backend()
     held.write(x.cache, x.k, x.v, x.step)

@@ -115,7 +115,7 @@ BROKEN: dict[str, tuple[AttentionBackend, Mask]] = {
     "numbers for tokens of no sequence": (
         Broken(answer=lambda out: out[-1, 0].fill_(1e-3)), MASKS[0]
     ),
-    "one bit of one byte that nobody reads": (Broken(store=_flip), MASKS[0]),
+    "one bit of one byte that is never read": (Broken(store=_flip), MASKS[0]),
 }  # fmt: skip
 
 

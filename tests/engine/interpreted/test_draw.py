@@ -34,7 +34,7 @@ def both_ways_of_few(
     likeliest = logits.argmax(-1)[index]
     space = make_space(len(rows) + 3, logits.shape[1], DEVICE)
     for part in (space.state, space.parts, space.sums, space.peaks, space.held):
-        part.fill_(torch.nan)  # what nobody asks for is nobody's
+        part.fill_(torch.nan)  # parts that no row needs must not be read
     tokens = likeliest.to(DEVICE)
     given = logits.to(DEVICE), index.to(DEVICE), numbers.to(DEVICE), tokens, space
     parts = DrawParts(
@@ -128,7 +128,7 @@ def test_rows_that_are_no_numbers_keep_what_they_have() -> None:
     assert found[:3] == logits.argmax(-1)[:3].tolist()
 
 
-def test_a_small_top_k_needs_no_search_of_the_row_whatever_its_logits_are() -> None:
+def test_a_small_top_k_needs_no_search_of_the_row_for_any_logits() -> None:
     logits = some_logits(9000)
     logits[9] = (logits[9] / 4).round()  # thousands of equals
     logits[10, 100:200] += 50.0  # the likeliest stand together

@@ -68,7 +68,7 @@ def launched(kernel: Any) -> tuple[object, object]:
     return kernel.run, kernel.function
 
 
-def test_whoever_comes_while_a_kernel_is_loaded_waits_for_it(driver: Driver, kernel: Any) -> None:
+def test_a_launch_waits_while_another_thread_loads_the_kernel(driver: Driver, kernel: Any) -> None:
     with one_loads(), ThreadPoolExecutor(2) as threads:
         first = threads.submit(launched, kernel)
         assert driver.is_loading.wait(10)
@@ -80,7 +80,7 @@ def test_whoever_comes_while_a_kernel_is_loaded_waits_for_it(driver: Driver, ker
     assert driver.num_loads == 1
 
 
-def test_a_kernel_that_cannot_be_loaded_is_told_to_everybody(driver: Driver, kernel: Any) -> None:
+def test_a_kernel_that_cannot_be_loaded_fails_every_launch(driver: Driver, kernel: Any) -> None:
     kernel.metadata.shared = 1 << 20
     with one_loads():
         for _ in range(2):

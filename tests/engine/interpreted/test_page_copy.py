@@ -1,4 +1,4 @@
-"""Pages of an arena become rows and rows become pages, whatever lies where."""
+"""Pages of an arena become rows, and rows become pages, at any places."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_changed_page_ids_are_written_and_gathered() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
 @pytest.mark.parametrize("size", [7, 4096, 9001])
-def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_told(
+def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_reported(
     size: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)

@@ -118,7 +118,9 @@ def warm(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up(model, pool, forward, 4, 600, 500, lambda done, of: None)
 
 
-def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_that_draw_tokens_are_compiled_before_the_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     spies, ran = [Spy() for _ in range(5)], []
 
     def forward(ids: Tensor, step: Step, logits_index: Tensor) -> Tensor:
@@ -146,7 +148,7 @@ def test_so_is_what_draws_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_that_compile_work_on_the_gpu_of_the_thread_that_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each has one of its own for torch, the first one where nobody says."""
+    """torch keeps the current GPU per thread, and a new thread starts with the first GPU."""
     chosen = threading.local()
     seen: set[int] = set()
 

@@ -149,7 +149,7 @@ def followed(checkpoint: CheckpointKV, at: LayerGeometry) -> KVWish:
 
 
 def plan_of(chosen: Mapping[LayerGeometry, Mapping[Side, tuple[KVDtype, Scale]]]) -> KVPlan:
-    """A plan that stores what `chosen` says, decided by nobody in particular."""
+    """A plan that stores what `chosen` says, with any source."""
 
     def choice(sides: Mapping[Side, tuple[KVDtype, Scale]], side: Side) -> Choice | None:
         if side not in sides:

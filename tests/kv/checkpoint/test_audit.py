@@ -104,7 +104,7 @@ def test_explicit_fp8_uses_the_checkpoints_scales_all_the_same(fp8: CheckpointKV
     assert explicit_scale(fp8, FP8) == followed_scale(fp8)
 
 
-def test_explicit_fp8_uses_bare_scales_that_nobody_declared(tmp_path: Path) -> None:
+def test_explicit_fp8_uses_bare_scales_that_no_config_declares(tmp_path: Path) -> None:
     checkpoint = with_scales(tmp_path, {"quant_method": "fp8"}, scales(("kv_scale",)))
     for side in Side:
         assert explicit_scale(checkpoint, FP8, side).state is ScaleState.FOUND

@@ -311,7 +311,7 @@ def test_maps_that_disagree_are_unreadable(tmp_path: Path) -> None:
 
 
 @pytest.mark.case("A19")
-def test_a_silent_file_contradicts_nobody(tmp_path: Path) -> None:
+def test_a_config_that_does_not_mention_kv_contradicts_no_other_file(tmp_path: Path) -> None:
     """Old exports speak of KV in hf_quant_config.json alone."""
     silent = {"quant_method": "modelopt", "quant_algo": "FP8"}
     read = read_checkpoint(write(tmp_path, silent, hf_quant=modelopt_file("FP8")))

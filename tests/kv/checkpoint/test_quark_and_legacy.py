@@ -1,4 +1,4 @@
-"""Quark's groups, plain fp8 with bare scales, and quantisers that Kvant knows nothing of."""
+"""Quark's groups, plain fp8 with bare scales, and unknown quantisers."""
 
 from __future__ import annotations
 

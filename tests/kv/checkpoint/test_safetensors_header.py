@@ -182,7 +182,7 @@ def test_an_lfs_pointer_is_called_one(tmp_path: Path) -> None:
     )
 )
 @example(header_bytes({"__metadata__": 3}))
-def test_whatever_stands_in_a_file_it_is_read_or_refused(
+def test_any_bytes_in_a_file_are_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: bytes
 ) -> None:
     path = write_file(tmp_path_factory.getbasetemp(), data, "fuzz.safetensors")

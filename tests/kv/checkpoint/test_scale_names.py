@@ -1,4 +1,4 @@
-"""Every spelling of a scale's name, and the layer it belongs to whatever prefix it carries."""
+"""Every spelling of a scale's name, and the layer that it belongs to under any prefix."""
 
 from __future__ import annotations
 
@@ -173,9 +173,7 @@ def read(tmp_path: Path, tensors: dict[str, Raw]) -> CheckpointKV:
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_scale_is_found_for_the_plans_layer_whatever_its_prefix(
-    tmp_path: Path, prefix: str
-) -> None:
+def test_a_scale_is_found_for_the_plans_layer_under_any_prefix(tmp_path: Path, prefix: str) -> None:
     tensors = scales(("k_proj.k_scale", "v_proj.v_scale"), prefix=prefix + "layers.{}.self_attn.")
     tensors |= scales(prefix="vision_tower.encoder.layers.{}.self_attn.")
     checkpoint = read(tmp_path, tensors)
@@ -240,7 +238,7 @@ def test_a_global_scale_counts_and_block_scales_beside_it_do_not(tmp_path: Path)
 
 @pytest.mark.case("A14")
 @pytest.mark.parametrize("prefix", PREFIXES)
-def test_a_maps_entry_is_found_whatever_prefix_it_carries(tmp_path: Path, prefix: str) -> None:
+def test_a_maps_entry_is_found_under_any_prefix(tmp_path: Path, prefix: str) -> None:
     body = modelopt_file(
         "MIXED_PRECISION",
         kv_cache_quantized_layers={f"{prefix}layers.1.self_attn": {"quant_algo": "FP8"}},
@@ -274,7 +272,7 @@ def test_without_a_map_every_layer_has_the_global_wish() -> None:
     assert wish_for(CheckpointKV(), layer(7)) is None
 
 
-# -- what belongs to nobody ------------------------------------------------------------------------
+# -- names without a layer -------------------------------------------------------------------------
 
 
 def test_scales_and_entries_of_no_layer_with_kv_are_listed_once_per_owner(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_inverse_global_scales_are_inverted(tmp_path: Path) -> None:
 
 
 def test_only_scales_in_use_are_read(tmp_path: Path) -> None:
-    """A broken value that nobody uses stops nobody."""
+    """A broken value of an unused scale does not stop a start."""
     write(tmp_path, tensors={K_NAME: f32(math.nan), V_NAME: f32(1.0)})
     plan = planned(tmp_path, {0: (BF16, FP8)})
     assert read_scale_values(tmp_path, plan) == {(0, Side.V): (1.0,)}

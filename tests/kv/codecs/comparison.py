@@ -24,7 +24,7 @@ def same_bytes(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equal numbers, the sign of zero included; NaNs equal whatever their payload."""
+    """Bitwise equal numbers, the sign of zero included; NaNs are equal with any payload."""
     if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
         return False
     a, b = a.nan_to_num(nan=0.0), b.nan_to_num(nan=0.0)

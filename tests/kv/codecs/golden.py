@@ -1,6 +1,6 @@
 """Frozen bytes: three rows of 16 numbers in every format, and the number behind every small code.
 
-These vectors are the formats' meaning in plain sight: whoever changes one changes what stored bytes
+These vectors are the formats' meaning in plain sight: changing one changes what stored bytes
 mean, and needs a new format name. They were computed by `oracle.py` and are compared with both.
 """
 

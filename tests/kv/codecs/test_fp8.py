@@ -23,7 +23,7 @@ KINDS = {
 
 @few
 @given(st.sampled_from(list(KINDS)).flatmap(lambda d: st.tuples(st.just(d), outside_scale(d, 1))))
-def test_finite_codes_survive_decoding_and_encoding_whatever_the_scale(
+def test_finite_codes_survive_decoding_and_encoding_for_any_scale(
     case: tuple[KVDtype, torch.Tensor | None],
 ) -> None:
     dtype, scale = case

@@ -1,4 +1,4 @@
-"""Properties that hold for whatever numbers come: hypothesis looks for the ones that break them."""
+"""Properties that hold for all numbers: hypothesis looks for numbers that break them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Page files appear whole, are checked, and give way; whatever happens to them or their writers."""
+"""Page files appear whole, are checked, and are removed, also if they are damaged or their writer dies."""
 
 from __future__ import annotations
 

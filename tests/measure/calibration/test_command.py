@@ -170,7 +170,7 @@ def test_a_model_that_keeps_latents_is_refused_before_anything_is_read(tmp_path:
 
 
 @pytest.mark.parametrize("helps", [True, False])
-def test_scales_that_do_not_help_are_told(
+def test_scales_that_do_not_help_are_reported(
     helps: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -339,7 +339,7 @@ def test_an_equal_run_that_ends_first_takes_nothing_from_this_one(tmp_path: Path
     assert found["x"].tolist() == [0, 1, 2]
 
 
-def test_a_damaged_part_is_measured_again_and_told(tmp_path: Path) -> None:
+def test_a_damaged_part_is_measured_again_and_reported(tmp_path: Path) -> None:
     kept = Kept(tmp_path, {})
     kept.write("a", {"x": np.arange(1000)})
     path = kept.path / "a.npz"

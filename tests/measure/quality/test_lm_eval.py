@@ -53,7 +53,7 @@ def test_without_lm_eval_the_error_says_how_to_get_it(
         find_command(Path("text"))
 
 
-def test_a_failure_of_lm_eval_is_told_by_its_last_line(tmp_path: Path) -> None:
+def test_a_failure_of_lm_eval_is_reported_by_its_last_line(tmp_path: Path) -> None:
     command = tmp_path / "lm_eval"
     command.write_text("#!/bin/sh\necho Loading >&2\necho 'ValueError: no such task' >&2\nexit 1\n")
     command.chmod(command.stat().st_mode | stat.S_IXUSR)

@@ -103,7 +103,7 @@ def test_rows_that_are_normalised_already_are_multiplied_as_they_are(
     assert close(few.ready(x, weight, bias, gate=activation), activate(gate, activation) * up)
 
 
-def test_a_residual_sum_given_alone_is_normalised_by_whoever_reads_it() -> None:
+def test_a_residual_sum_given_alone_is_normalised_by_its_reader() -> None:
     weight, norm = normal(70, 64), normal(64).abs()
     x = normal(1, 64)
     found = FewRows(DEVICE, EPS).normed(Stream(x, norm), weight, None)

@@ -1,4 +1,4 @@
-"""The forward with products for few tokens gives the fused forward's logits, whatever a step holds."""
+"""The forward with products for few tokens gives the fused forward's logits for any step."""
 
 from __future__ import annotations
 

@@ -402,7 +402,7 @@ def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
         assert "inputs in another order" in str(planned.target.narrow)
         assert planned.audit is not None
         (group,) = [one for one in planned.audit.groups if "order of inputs" in one.roles]
-        assert group.text.endswith("28 scales, used: runs as it is stored")
+        assert group.text.endswith("28 of scales, used: runs as it is stored")
     with pytest.raises(NotServable, match="act-order") as refused:
         plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16, tensor_parallel_size=2))
     assert refused.value.ways_out[0].arguments == ("--tensor-parallel-size", "1")

@@ -288,7 +288,7 @@ def test_scales_of_the_kv_cache_are_used_as_the_plan_says(tmp_path: Path) -> Non
     asked = Asked(parse_format("fp8", asked_by="test"), "test")
     fp8 = Requests(target=KVRequest(explicit=(asked,)))
     (group,) = (g for g in audit(path, requests=fp8).groups if "scales of" in g.text)
-    assert group.text == "F32: 8 scales of the KV cache, used: needed by fp8_e4m3"
+    assert group.text == "F32: 8 tensors of scales of the KV cache, used: needed by fp8_e4m3"
 
 
 @pytest.mark.parametrize("dialect", ["fp8 block", "awq"])

@@ -30,7 +30,10 @@ def test_a_pause_of_the_api_process_does_not_cost_the_engine(model: Path) -> Non
             target=lambda: answers.append(server.complete("abc", max_tokens=3000, ignore_eos=True))
         )
         asked.start()
+        ended = time.monotonic() + 20
         while not server.metric("kvant:num_requests_running"):
+            assert asked.is_alive(), f"the request ended before it was seen to run: {answers}"
+            assert time.monotonic() < ended
             time.sleep(0.01)
         os.kill(server.process.pid, signal.SIGSTOP)
         time.sleep(3.0)

@@ -16,7 +16,7 @@ import torch
 import typer
 
 from benchmarks.command import run_command
-from kvant.attention.base import Step, through
+from kvant.attention.base import Step, with_groups
 from kvant.cli.output import OutFile, write_json
 from kvant.kv.dtype import KVDtype
 from kvant.kv.pool import LayerCache
@@ -143,7 +143,7 @@ def _beside(narrow: LayerCache, wide: LayerCache) -> LayerCache:
 
 
 def _two_tables(step: Step, table: torch.Tensor) -> Step:
-    return through(step, [(table, step.slot_mapping)])
+    return with_groups(step, [(table, step.slot_mapping)])
 
 
 if __name__ == "__main__":

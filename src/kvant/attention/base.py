@@ -93,7 +93,7 @@ class Step:
         return self.others[group - 1] if group else self
 
 
-def through(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
+def with_groups(step: Step, others: Sequence[tuple[Tensor, Tensor]]) -> Step:
     """Returns the step with the page tables and slots of the second and later groups.
 
     others: for each such group, page_table [num_seqs, max_pages] int32 and slot_mapping [T] int64.

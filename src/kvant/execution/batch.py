@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.attention.base import Step, through
+from kvant.attention.base import Step, with_groups
 from kvant.attention.long import list_long
 from kvant.sampling.sampler import greedy
 from kvant.scheduling.request import Sequence
@@ -179,7 +179,7 @@ def _step(
         max_seqlen_q=int(lengths.max()),
         max_seqlen_kv=int(seqlens_kv.max()),
     )
-    return through(
+    return with_groups(
         step,
         [
             (torch.from_numpy(pages), torch.from_numpy(some))

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.attention.base import ShortSteps, Step, through
+from kvant.attention.base import ShortSteps, Step, with_groups
 from kvant.attention.need import LONG
 from kvant.execution.batch import (
     Batch,
@@ -584,7 +584,7 @@ class MixedGraphs:
             max_seqlen_q=longest,
             max_seqlen_kv=graphs._max_model_len,
         )
-        step = through(step, list(zip(tables[1:].unbind(), slots[1:], strict=True)))
+        step = with_groups(step, list(zip(tables[1:].unbind(), slots[1:], strict=True)))
         # Graphs share their memory; only these logits are read after the replay.
         return (graphs.logits.keep(graphs._forward(ids, step, wanted)),)
 
@@ -638,7 +638,7 @@ def lay_out(
         max_seqlen_kv=max_model_len,
         rows=rows,
     )
-    step = through(step, list(zip(tables[1:].unbind(), slots[1:].unbind(), strict=True)))
+    step = with_groups(step, list(zip(tables[1:].unbind(), slots[1:].unbind(), strict=True)))
     return tokens, step, owners, offsets == 0, counts
 
 

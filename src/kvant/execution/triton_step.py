@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvant.attention.base import Step, through
+from kvant.attention.base import Step, with_groups
 from kvant.execution.device_state import DeviceState
 from kvant.kernels.triton.device import arrivals
 
@@ -75,7 +75,7 @@ def plain_step(
         (table, _slots_in(state.pages_of(1 + place), rows, slots, positions, page_size))
         for place, table in enumerate(tables[1:].unbind())
     ]
-    return ids, through(step, others)
+    return ids, with_groups(step, others)
 
 
 def _slots_in(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.base import Step, through
+from kvant.attention.base import Step, with_groups
 from kvant.attention.long import list_long
 from kvant.execution.graphs import Forward
 from kvant.kv.pool import KVPool
@@ -50,7 +50,7 @@ def warm_up(
 
     def in_all_groups(step: Step) -> Step:
         others = len(pool.arena.layout.of_tokens) - 1
-        return through(step, [(step.page_table, step.slot_mapping)] * others)
+        return with_groups(step, [(step.page_table, step.slot_mapping)] * others)
 
     # Imported here: only machines with a GPU have Triton.
     from kvant.attention.triton.prefill import prepare

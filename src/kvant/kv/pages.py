@@ -127,7 +127,7 @@ class PageAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self.log: PageLog | None = None  # told of hashes that are dropped
+        self.log: PageLog | None = None  # records hashes that are dropped
         self._to_zero: list[int] = []
         self._generations = [0] * self.num_pages  # how often each was handed out
 

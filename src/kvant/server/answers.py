@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvant.errors import RequestError
 from kvant.server import wire
-from kvant.server.api_error import ApiError, Disconnected, internal, of_request
+from kvant.server.api_error import ApiError, Disconnected, as_api_error, internal
 from kvant.server.generation import Generation
 from kvant.server.guard import read_body
 from kvant.server.messages import Piece
@@ -87,7 +87,7 @@ async def num_prompt_tokens(call: Call, generation: Generation) -> int:
         work = call.service.encode_chat(generation.conversation)
         return len((await unless_disconnected(call.receive, work))[0])
     except RequestError as fault:
-        raise of_request(fault) from None
+        raise as_api_error(fault) from None
 
 
 async def _disconnect(receive: Receive) -> None:

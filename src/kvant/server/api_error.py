@@ -58,7 +58,8 @@ def bad_request(message: str, param: str | None, *, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def of_request(fault: RequestError) -> ApiError:
+def as_api_error(fault: RequestError) -> ApiError:
+    """Returns the error 400 with the message and the parameter of `fault`."""
     return bad_request(str(fault), fault.param)
 
 
@@ -77,7 +78,7 @@ def internal() -> ApiError:
     return ApiError(500, "the server failed on this request", type="server_error", code="internal")
 
 
-def of_failure(failure: Failure) -> ApiError:
+def api_error_of(failure: Failure) -> ApiError:
     """Returns the error for a sequence that ended without a result."""
     if failure.kind == "refused":
         return bad_request(failure.message, failure.param)

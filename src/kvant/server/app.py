@@ -36,7 +36,7 @@ from kvant.server.anthropic.wire import (
     MessagesEvent,
 )
 from kvant.server.anthropic.write import error_body
-from kvant.server.api_error import ApiError, Disconnected, bad_request, internal, of_request
+from kvant.server.api_error import ApiError, Disconnected, as_api_error, bad_request, internal
 from kvant.server.checks import check_model, check_tokens
 from kvant.server.choices import Choices
 from kvant.server.config import Limits
@@ -181,7 +181,7 @@ async def _tokens_of(service: Service, given: wire.TokenizeBody, raw: dict[str, 
                 add_special_tokens=given.add_special_tokens is not False,
             )
     except RequestError as fault:
-        raise of_request(fault) from None
+        raise as_api_error(fault) from None
     body = wire.Tokens(len(tokens), facts.max_model_len, tokens)
     if given.return_token_strs:
         backend = service.tokenizing.backend

@@ -11,7 +11,7 @@ import msgspec
 from kvant.errors import RequestError
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
-from kvant.server.api_error import bad_request, of_request, shown
+from kvant.server.api_error import as_api_error, bad_request, shown
 from kvant.server.call_grammar import TokenId, call_grammar
 from kvant.server.checks import at_most
 from kvant.server.config import Limits
@@ -246,7 +246,7 @@ def _tools_form(limits: Limits, **form: Any) -> StructuredOutputs:
         found = StructuredOutputs(**form, asked_as="tools")
         found.require_within(limits.form)
     except RequestError as fault:
-        raise of_request(fault) from None
+        raise as_api_error(fault) from None
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvant.errors import RequestError
 from kvant.sampling.structured_outputs import StructuredOutputs
-from kvant.server.api_error import bad_request, of_request
+from kvant.server.api_error import as_api_error, bad_request
 from kvant.server.config import Limits
 from kvant.server.wire import GenerationBody, ResponseFormat, StructuredBody
 
@@ -34,7 +34,7 @@ def read_form(body: GenerationBody, limits: Limits) -> StructuredOutputs | None:
         if forms:
             forms[0].require_within(limits.form)
     except RequestError as fault:
-        raise of_request(fault) from None
+        raise as_api_error(fault) from None
     if len(forms) > 1:
         names = " and ".join(form.asked_as for form in forms)
         raise bad_request(f"{names} ask for one form each: give one", forms[1].asked_as)

@@ -15,7 +15,7 @@ import msgspec
 from kvant.errors import RequestError
 from kvant.sampling.sampling_params import PARAMS, SamplingParams
 from kvant.sampling.thinking import NO_THINKING, UNLIMITED
-from kvant.server.api_error import ApiError, bad_request, of_request, shown
+from kvant.server.api_error import ApiError, as_api_error, bad_request, shown
 from kvant.server.checks import (
     at_most,
     check_metadata,
@@ -331,7 +331,7 @@ def _sampling(
     try:
         sampling = replace(facts.defaults, **said)
     except RequestError as fault:
-        raise of_request(fault) from None
+        raise as_api_error(fault) from None
     for name, tokens in sampling.token_ids.items():
         check_tokens(tokens, name, facts)
     _check_budget(sampling.thinking_token_budget, "thinking_token_budget", facts)

@@ -24,9 +24,9 @@ from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.thinking import thinking_marks
 from kvant.server.api_error import (
     ApiError,
+    api_error_of,
+    as_api_error,
     bad_request,
-    of_failure,
-    of_request,
     overloaded,
     unavailable,
 )
@@ -407,7 +407,7 @@ class Service:
             check_length(fault.count, generation, name, facts)
             raise
         except RequestError as fault:
-            raise renamed(of_request(fault), {"messages": name}) from None
+            raise renamed(as_api_error(fault), {"messages": name}) from None
         for tokens in found:
             check_length(len(tokens), generation, name, facts)
         check_prompt_logprobs(found, generation, self.config.limits.prompt_logprobs)
@@ -492,7 +492,7 @@ class Service:
         if isinstance(event, Failure):
             running.open_ids.discard(event.id)
             self.metrics.failed(event.kind)
-            raise of_failure(event)
+            raise api_error_of(event)
         if sequence.queued_tokens:
             self._left_queue(sequence)
         if not sequence.token_ids:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.base import Step, through
+from kvant.attention.base import Step, with_groups
 from kvant.kv.checkpoint.scales import read_scale_values
 from kvant.kv.pool import KVPool
 from kvant.speculative.base import Ask, PlannedDraft, Proposer, Setting
@@ -108,7 +108,7 @@ class DFlashProposer:
             max_seqlen_q=int(lengths.max()),
             max_seqlen_kv=int(ends.max()),
         )
-        return through(step, others)
+        return with_groups(step, others)
 
 
 def _ordered(step: Step, *, causal: bool) -> Step:

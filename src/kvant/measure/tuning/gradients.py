@@ -120,9 +120,7 @@ class Estimator:
         self._model: LoadedModel | None = None
         self._outside: dict[tuple[Side, KVDtype], KVPool] = {}
 
-    def costs(
-        self, asked: Sequence[Stored], ids: Tensor, seed: int, on_progress: OnProgress
-    ) -> Arrays:
+    def costs(self, asked: Sequence[Stored], ids: Tensor, seed: int, told: OnProgress) -> Arrays:
         """Returns `costs`, float64 [len(asked)]: estimated KL divergences per position of ids [T] int64."""
         if self._model is None:
             target = self._llm.planned.target
@@ -146,7 +144,7 @@ class Estimator:
         for sample in range(SAMPLES):
             gradient = _of_drawn_tokens(logits, generator)
             logits.backward(gradient, retain_graph=sample < SAMPLES - 1)  # type: ignore[no-untyped-call]
-            on_progress(len(ids))
+            told(len(ids))
         return {"costs": sums / (2 * SAMPLES * (len(ids) - 1))}
 
 

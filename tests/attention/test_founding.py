@@ -15,7 +15,7 @@ from kvant.attention.base import AttentionBackend, AttentionParams
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind, Need
 from kvant.attention.select import BACKENDS, refusal
 from kvant.attention.verify import definition
-from kvant.attention.verify.trial import Trial, bound_of, hold
+from kvant.attention.verify.trial import Trial, bound_of, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.pool import KVPool
 from kvant.kv.spec import KVPlan, LayerSpec, Role, Source
@@ -75,7 +75,7 @@ def test_what_a_backend_accepts_its_writer_stores_and_its_reader_reads(
         pytest.skip(refusal(need(info, k, k, COMPUTE[2]), info) or "")
     backend, device = made(info), device_of(info)
     for one in served:
-        outcome = hold(backend, Trial(one, STEP, odd_rows=True), device)
+        outcome = run_trial(backend, Trial(one, STEP, odd_rows=True), device)
         assert outcome.wrong is None, f"{one.k}/{one.v} in {one.compute.value}: {outcome.wrong}"
 
 

@@ -11,7 +11,7 @@ from kvant.attention.base import AttentionBackend
 from kvant.attention.cpu.backend import CpuBackend
 from kvant.attention.need import Need
 from kvant.attention.reference.backend import ReferenceBackend
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.spec import WideRows
 from tests.attention.driver import choice, layer
@@ -53,7 +53,9 @@ def need_of(
 @pytest.mark.parametrize(("k", "v"), PAIRS, ids=str)
 def test_both_forms_are_read_where_they_are_defined(name: str, k: KVDtype, v: KVDtype) -> None:
     for sink, recent in ((4, 20), (0, 1), (17, 100), (40, 7)):
-        outcome = hold(BACKENDS[name], Trial(need_of(k, v, sink=sink, recent=recent), STEP), HOST)
+        outcome = run_trial(
+            BACKENDS[name], Trial(need_of(k, v, sink=sink, recent=recent), STEP), HOST
+        )
         assert outcome.wrong is None, f"{sink}, {recent}: {outcome.wrong}"
 
 
@@ -66,7 +68,7 @@ def test_wide_rows_have_any_wide_format_and_layers_what_they_have(name: str) -> 
         need_of(int4, int4, sinks=True),
         need_of(int4, int4, softcap=5.0),
     ):
-        outcome = hold(BACKENDS[name], Trial(made, STEP, odd_rows=True), HOST)
+        outcome = run_trial(BACKENDS[name], Trial(made, STEP, odd_rows=True), HOST)
         assert outcome.wrong is None
 
 
@@ -76,7 +78,7 @@ def test_one_side_alone_is_read_wide(name: str, sides: str) -> None:
     for k, v in (*PAIRS, (KVDtype.FP8_E4M3, KVDtype.INT4_SHORT), (FEEDBACK, KVDtype.NORMAL2)):
         for sink, recent in ((4, 20), (0, 7)):
             made = need_of(k, v, sink=sink, recent=recent, sides=sides)
-            outcome = hold(BACKENDS[name], Trial(made, STEP), HOST)
+            outcome = run_trial(BACKENDS[name], Trial(made, STEP), HOST)
             assert outcome.wrong is None, f"{k}/{v}, {sink}, {recent}: {outcome.wrong}"
 
 

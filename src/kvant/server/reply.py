@@ -53,7 +53,7 @@ class Tools:
             return next(_parameters(one) for one in functions if one["name"] == self.forced)
         calls = []
         for place, one in enumerate(functions):
-            parameters = moved(_parameters(one), f"/items/anyOf/{place}/properties/parameters")
+            parameters = rebased(_parameters(one), f"/items/anyOf/{place}/properties/parameters")
             calls.append(
                 {
                     "type": "object",
@@ -72,10 +72,10 @@ _OF_NAMES = frozenset(
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
-def moved(schema: Any, path: str) -> Any:
+def rebased(schema: Any, path: str) -> Any:
     """Returns a schema for use inside another one at a JSON pointer, with its references adjusted."""
     if isinstance(schema, list):
-        return [moved(one, path) for one in schema]
+        return [rebased(one, path) for one in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
@@ -83,9 +83,9 @@ def moved(schema: Any, path: str) -> Any:
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             found[key] = f"#{path}{value[1:]}"
         elif key in _OF_NAMES and isinstance(value, dict):  # its keys are names, even a key "$ref"
-            found[key] = {name: moved(one, path) for name, one in value.items()}
+            found[key] = {name: rebased(one, path) for name, one in value.items()}
         else:
-            found[key] = value if key in _VALUES else moved(value, path)
+            found[key] = value if key in _VALUES else rebased(value, path)
     return found
 
 

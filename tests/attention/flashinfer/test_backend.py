@@ -15,7 +15,7 @@ from kvant.attention.base import Step
 from kvant.attention.flashinfer.backend import FlashInferBackend
 from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.backend import ReferenceBackend
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from tests.attention import driver
 
@@ -107,14 +107,14 @@ def need(**layer: Any) -> Need:
 def test_every_sequence_of_a_step_is_attended_to_over_its_own_pages(
     layer: dict[str, Any], sequences: tuple[tuple[int, int], ...]
 ) -> None:
-    outcome = hold(FlashInferBackend(ReferenceBackend()), Trial(need(**layer), sequences), CPU)
+    outcome = run_trial(FlashInferBackend(ReferenceBackend()), Trial(need(**layer), sequences), CPU)
     assert outcome.wrong is None
     assert Wrapper.plans == any(new >= 256 for _, new in sequences)
 
 
 def test_tokens_of_no_sequence_get_zeros_behind_prompts_too() -> None:
     trial = Trial(need(), STEPS["beside few"], odd_rows=True)
-    assert hold(FlashInferBackend(ReferenceBackend()), trial, CPU).wrong is None
+    assert run_trial(FlashInferBackend(ReferenceBackend()), trial, CPU).wrong is None
 
 
 class Layers(ReferenceBackend):
@@ -140,5 +140,5 @@ class Layers(ReferenceBackend):
 
 def test_a_step_is_planned_once_for_all_layers_of_a_kind_and_anew_for_another_step() -> None:
     layers = Layers(FlashInferBackend(ReferenceBackend()))
-    assert hold(layers, Trial(need(), STEPS["beside few"]), CPU).wrong is None
+    assert run_trial(layers, Trial(need(), STEPS["beside few"]), CPU).wrong is None
     assert layers.counts == [1, 1, 2, 3]

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.triton.backend import TritonBackend
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.spec import WideRows
 from tests.attention import driver
@@ -48,7 +48,7 @@ def need(
 
 
 def holds(made: Need, step: str) -> None:
-    outcome = hold(
+    outcome = run_trial(
         TritonBackend(batch_invariant=made.batch_invariant),
         Trial(made, STEPS[step], odd_rows=True),
         torch.device("cuda"),

@@ -14,7 +14,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.triton_fp8.backend import TritonFp8Backend
 from kvant.attention.triton_fp8.info import SERVED
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.pool import LayerCache
 from tests.attention import driver
@@ -70,14 +70,14 @@ def test_long_stretches_go_one_way_and_what_stands_beside_them_the_other(
 ) -> None:
     rest, tiles = Few(), Tiles()
     trial = Trial(need(), sequences, rounds_long=True)
-    assert hold(TritonFp8Backend(rest, tiles), trial, CPU).wrong is None
+    assert run_trial(TritonFp8Backend(rest, tiles), trial, CPU).wrong is None
     assert rest.given == few
     assert tiles.calls == long
 
 
 def test_tokens_of_no_sequence_get_zeros_behind_prompts_too() -> None:
     trial = Trial(need(), LONG, odd_rows=True, rounds_long=True)
-    assert hold(TritonFp8Backend(Few(), Tiles()), trial, CPU).wrong is None
+    assert run_trial(TritonFp8Backend(Few(), Tiles()), trial, CPU).wrong is None
 
 
 def test_it_rotates_what_it_writes() -> None:
@@ -99,7 +99,7 @@ def test_tiles_of_rounded_products_are_what_the_definition_says(
     k: KVDtype, v: KVDtype, causal: bool
 ) -> None:
     trial = Trial(need(k, v, causal=causal), ((40, 3), (420, 300)), rounds_long=True)
-    outcome = hold(TritonFp8Backend(Few(), Tiles()), trial, CPU)
+    outcome = run_trial(TritonFp8Backend(Few(), Tiles()), trial, CPU)
     assert outcome.wrong is None
     assert outcome.error < 1e-3
 
@@ -117,14 +117,14 @@ WRONG = {
 @pytest.mark.parametrize("name", SERVED, ids=str)
 def test_rounding_less_or_reading_other_keys_fails_the_check(name: KVDtype, wrong: Tiles) -> None:
     trial = Trial(need(name, name), ((600, 512),), rounds_long=True)
-    outcome = hold(TritonFp8Backend(Few(), wrong), trial, CPU)
+    outcome = run_trial(TritonFp8Backend(Few(), wrong), trial, CPU)
     assert outcome.wrong is not None
     assert outcome.error > 2 * outcome.bound
 
 
 def test_a_backend_that_rounds_unasked_fails_the_check() -> None:
     trial = Trial(need(), LONG)
-    assert hold(TritonFp8Backend(Few(), Tiles()), trial, CPU).wrong is not None
+    assert run_trial(TritonFp8Backend(Few(), Tiles()), trial, CPU).wrong is not None
 
 
 def test_a_sequence_of_fewer_queries_keeps_the_exact_definition() -> None:
@@ -135,4 +135,4 @@ def test_a_sequence_of_fewer_queries_keeps_the_exact_definition() -> None:
             return super().attend(cache, q.to(torch.float8_e4m3fn).to(q.dtype), step, params)
 
     trial = Trial(need(), LONG, rounds_long=True)
-    assert hold(TritonFp8Backend(Rounding(), Tiles()), trial, CPU).wrong is not None
+    assert run_trial(TritonFp8Backend(Rounding(), Tiles()), trial, CPU).wrong is not None

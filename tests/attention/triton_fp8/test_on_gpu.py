@@ -20,7 +20,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.triton_fp8.backend import backend
 from kvant.attention.triton_fp8.info import SERVED
 from kvant.attention.verify import rounded
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from tests.attention import driver
 from tests.attention.triton import case
@@ -57,7 +57,7 @@ def need(
 
 
 def check(asked: Need, sequences: tuple[tuple[int, int], ...], seed: int = 0) -> None:
-    outcome = hold(backend(), Trial(asked, sequences, rounds_long=True, seed=seed), GPU)
+    outcome = run_trial(backend(), Trial(asked, sequences, rounds_long=True, seed=seed), GPU)
     assert outcome.wrong is None, outcome
 
 

@@ -27,12 +27,12 @@ BOTH = pytest.mark.parametrize("info", [TRITON, TRITON_FP8], ids=lambda info: in
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     trials: list[Trial] = []
 
-    def hold(backend: Any, trial: Trial, device: torch.device) -> Outcome:
+    def run_trial(backend: Any, trial: Trial, device: torch.device) -> Outcome:
         trials.append(trial)
         return Outcome(0.0, 1.0, None)
 
-    monkeypatch.setattr(start, "hold", hold)
-    monkeypatch.setattr(matrix, "hold", hold)
+    monkeypatch.setattr(start, "run_trial", run_trial)
+    monkeypatch.setattr(matrix, "run_trial", run_trial)
     return trials
 
 

@@ -12,7 +12,7 @@ from kvant.attention.cpu.info import INFO as CPU
 from kvant.attention.need import Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.verify.cells import MASKS, Row, need_of
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.plan.device import host_device
 
@@ -36,7 +36,7 @@ def test_stored_bytes_are_those_of_the_definition(
     assert info.refuse(asked) is None  # type: ignore[attr-defined]
     backend = _import(info.name, info.module).backend()  # type: ignore[attr-defined]
     trial = Trial(asked, SEQUENCES, odd_rows=True)
-    outcome = hold(backend, trial, torch.device("cpu"))
+    outcome = run_trial(backend, trial, torch.device("cpu"))
     assert outcome.wrong is None, outcome.wrong
 
 
@@ -51,7 +51,7 @@ def test_a_writer_without_the_matrices_is_found_out(monkeypatch: pytest.MonkeyPa
         store(planes, plain, rows, None, slots)
 
     monkeypatch.setattr(module, "_store", without)
-    outcome = hold(
+    outcome = run_trial(
         module.backend(), Trial(need(ComputeDtype.FLOAT32, 64), SEQUENCES), torch.device("cpu")
     )
     assert outcome.wrong is not None

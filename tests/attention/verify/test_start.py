@@ -94,13 +94,13 @@ def test_a_drafter_s_wrong_cell_has_a_way_out_of_its_own(monkeypatch: pytest.Mon
 
 def test_every_kind_of_layer_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[tuple[int | None, bool]] = []
-    hold = start.hold
+    run_trial = start.run_trial
 
     def note(backend: Any, trial: Any, device: torch.device) -> Any:
         held.append((trial.need.layer.window, trial.need.layer.causal))
-        return hold(backend, trial, device)
+        return run_trial(backend, trial, device)
 
-    monkeypatch.setattr(start, "hold", note)
+    monkeypatch.setattr(start, "run_trial", note)
     layers = [driver.layer(index=i, window=500 if i % 2 else None, causal=i != 4) for i in range(6)]
     verify_plan(driver.plan(layers), CPU)
     kinds = {(None, True), (24, True), (None, False)}
@@ -147,13 +147,13 @@ def test_on_a_gpu_every_trial_compiles_in_threads_before_any_is_judged(
     pytest.importorskip("triton")
     ran: list[tuple[bool, tuple[tuple[int, int], ...]]] = []
 
-    def hold(backend: Any, trial: Any, device: torch.device) -> Outcome:
+    def run_trial(backend: Any, trial: Any, device: torch.device) -> Outcome:
         ran.append((threading.current_thread() is threading.main_thread(), trial.sequences))
         if not ran[-1][0]:
             raise RuntimeError("does not compile")
         return Outcome(0.0, 1.0, None)
 
-    monkeypatch.setattr(start, "hold", hold)
+    monkeypatch.setattr(start, "run_trial", run_trial)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
     verify_plan(driver.plan([driver.layer()]), DeviceFacts(DeviceKind.CUDA, "sm_90"))

@@ -14,7 +14,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.backend import ReferenceBackend
 from kvant.attention.verify import definition
 from kvant.attention.verify.cells import MASKS, Mask, Row, need_of
-from kvant.attention.verify.trial import Trial, bound_of, hold
+from kvant.attention.verify.trial import Trial, bound_of, run_trial
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.kv.pool import LayerCache
 from tests.attention import oracle
@@ -50,7 +50,7 @@ def test_the_definition_is_what_transformers_computes(mask: Mask, kind: str) -> 
 @pytest.mark.parametrize("compute", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_a_sound_backend_passes(mask: Mask, compute: ComputeDtype) -> None:
-    outcome = hold(ReferenceBackend(), Trial(need(mask, compute), STEP, odd_rows=True), HOST)
+    outcome = run_trial(ReferenceBackend(), Trial(need(mask, compute), STEP, odd_rows=True), HOST)
     assert outcome.wrong is None
     assert 0 < outcome.error <= outcome.bound
 
@@ -121,7 +121,7 @@ BROKEN: dict[str, tuple[AttentionBackend, Mask]] = {
 
 @pytest.mark.parametrize(("backend", "mask"), list(BROKEN.values()), ids=list(BROKEN))
 def test_what_is_wrong_is_caught(backend: AttentionBackend, mask: Mask) -> None:
-    outcome = hold(backend, Trial(need(mask), STEP, odd_rows=True), HOST)
+    outcome = run_trial(backend, Trial(need(mask), STEP, odd_rows=True), HOST)
     assert outcome.wrong is not None
 
 
@@ -132,11 +132,11 @@ def test_what_is_wrong_is_caught(backend: AttentionBackend, mask: Mask) -> None:
 def test_the_bound_of_bfloat16_still_catches_a_wrong_mask(name: str) -> None:
     backend, mask = BROKEN[name]
     asked = need(mask, ComputeDtype.BFLOAT16)
-    outcome = hold(backend, Trial(asked, STEP), HOST)
+    outcome = run_trial(backend, Trial(asked, STEP), HOST)
     assert outcome.wrong is not None
     assert outcome.error > 2 * bound_of(asked)
 
 
 def test_a_byte_that_differs_from_the_format_s_definition_is_named_by_its_plane() -> None:
-    outcome = hold(Broken(store=_flip), Trial(need(), STEP), HOST)
+    outcome = run_trial(Broken(store=_flip), Trial(need(), STEP), HOST)
     assert "k.codes" in (outcome.wrong or "")

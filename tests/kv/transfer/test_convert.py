@@ -19,7 +19,7 @@ from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, So
 from kvant.kv.transfer.convert import CodecConverter, groups_of
 from kvant.kv.transfer.measured import MEASURED
 from kvant.kv.transfer.messages import Part, Welcome
-from kvant.kv.transfer.taker import Unlike
+from kvant.kv.transfer.taker import IncompatiblePages
 
 PAGE, HEADS, HEAD = 8, 2, 64
 MINE = PageIdentity("w", "stored", "mine", "s", "r", "l", "none", "")
@@ -127,14 +127,14 @@ def test_what_no_conversion_changes_is_refused_by_its_name() -> None:
     rows = rows_of(theirs)
     for field in ("weights", "rotary", "draft"):
         other = PageIdentity(**{**THEIRS.fields, field: "other"})
-        with pytest.raises(Unlike, match=f"{field} is other"):
+        with pytest.raises(IncompatiblePages, match=f"{field} is other"):
             converter.check(mine_of(mine), welcome_of(theirs, rows, other))
     long = pool_of(KVDtype.BFLOAT16, KVDtype.BFLOAT16, page_size=16)
-    with pytest.raises(Unlike, match="hold 16 tokens"):
+    with pytest.raises(IncompatiblePages, match="hold 16 tokens"):
         converter.check(mine_of(mine), welcome_of(long, rows_of(long)))
     deep = pool_of(KVDtype.BFLOAT16, KVDtype.BFLOAT16, layers=3)
-    with pytest.raises(Unlike, match="other heads"):
+    with pytest.raises(IncompatiblePages, match="other heads"):
         converter.check(mine_of(mine), welcome_of(deep, rows_of(deep)))
     fp8 = pool_of(KVDtype.FP8_E4M3, KVDtype.BFLOAT16)
-    with pytest.raises(Unlike, match="fp8_e4m3 is not among the converted"):
+    with pytest.raises(IncompatiblePages, match="fp8_e4m3 is not among the converted"):
         converter.check(mine_of(mine), welcome_of(fp8, rows_of(fp8)))

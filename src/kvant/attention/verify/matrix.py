@@ -11,7 +11,7 @@ import torch
 from kvant.attention.base import AttentionBackend
 from kvant.attention.need import BackendInfo, DeviceFacts, DeviceKind
 from kvant.attention.verify.cells import MASKS, QUERIES, Mask, Row, need_of, refused
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.kv.dtype import ComputeDtype
 
 # Shorter sequences accompany a cell's queries, with other page counts and positions in a tile.
@@ -83,7 +83,7 @@ def _verify(backend: AttentionBackend, asked: Asked, mask: Mask, num_queries: in
     )
     device = torch.device("cpu" if asked.device.kind is DeviceKind.CPU else "cuda")
     try:
-        outcome = hold(backend, trial, device)
+        outcome = run_trial(backend, trial, device)
     except Exception as fault:  # from a kernel's compiler or the device: a failed cell
         first = str(fault).strip().splitlines() or [""]
         return Cell(float("nan"), f"{type(fault).__name__}: {first[0][:200]}")

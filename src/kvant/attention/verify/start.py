@@ -16,7 +16,7 @@ from kvant.attention.base import AttentionBackend
 from kvant.attention.need import DeviceFacts, DeviceKind, Need
 from kvant.attention.reference.info import INFO as REFERENCE
 from kvant.attention.select import BACKENDS
-from kvant.attention.verify.trial import Trial, hold
+from kvant.attention.verify.trial import Trial, run_trial
 from kvant.errors import NotServable, WayOut
 from kvant.kv.geometry import LayerGeometry
 from kvant.kv.spec import KVPlan, LayerSpec, Role, WideRows
@@ -59,7 +59,7 @@ def verify_plan(plan: KVPlan, facts: DeviceFacts, *, batch_invariant: bool = Fal
     if not is_cpu:
         _compile([(backend, trial) for _, backend, trial in trials], device)
     for layer, backend, trial in trials:
-        outcome = hold(backend, trial, device)
+        outcome = run_trial(backend, trial, device)
         if outcome.wrong is not None:
             raise _refusal(plan.role, layer, trial.need, trial.sequences, outcome.wrong)
 
@@ -79,7 +79,7 @@ def _compile(trials: list[tuple[AttentionBackend, Trial]], device: torch.device)
         ) as pool,
     ):
         # A trial that fails here fails again later, where it is judged.
-        for held in [pool.submit(hold, backend, trial, device) for backend, trial in trials]:
+        for held in [pool.submit(run_trial, backend, trial, device) for backend, trial in trials]:
             held.exception()
 
 

@@ -74,8 +74,11 @@ def bound_of(need: Need) -> float:
 
 
 @torch.no_grad()
-def hold(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outcome:
-    """Writes, compares all storage byte by byte, attends, and compares every number."""
+def run_trial(backend: AttentionBackend, trial: Trial, device: torch.device) -> Outcome:
+    """Writes, compares all storage byte by byte, attends, and compares every number.
+
+    Takes any backend that serves `trial.need`; allocates the trial's own pages on `device`.
+    """
     made = _Case(trial, device)
     expected = [
         plane

@@ -23,7 +23,7 @@ from kvant.kv.pool import KVPool, LayerCache
 from kvant.kv.spec import Choice, Role
 from kvant.kv.transfer.measured import conversion_kl
 from kvant.kv.transfer.messages import GroupRows, LayerRows, Part, SideRows, Welcome
-from kvant.kv.transfer.taker import UNCHANGED, Unlike
+from kvant.kv.transfer.taker import UNCHANGED, IncompatiblePages
 
 _BY_NAME = {dtype.format.name: dtype for dtype in KVDtype}
 
@@ -71,14 +71,14 @@ class CodecConverter:
         for own, part in zip(mine, theirs.parts, strict=True):
             difference = PageIdentity(**own.identity).difference(part.identity, UNCHANGED)
             if difference is not None:
-                raise Unlike(f"{difference}; no conversion changes that")
+                raise IncompatiblePages(f"{difference}; no conversion changes that")
         if theirs.page_size != self._page_size:
-            raise Unlike(
+            raise IncompatiblePages(
                 f"its pages hold {theirs.page_size} tokens, here they hold {self._page_size}: "
                 "give both engines the same --page-size"
             )
         if not self._whole:
-            raise Unlike("pages of drafters, wide rows and states are not converted")
+            raise IncompatiblePages("pages of drafters, wide rows and states are not converted")
         changes: dict[tuple[str, str], bool] = {}
         for own, part in zip(mine, theirs.parts, strict=True):
             for change, has_scales in self._changes(own.groups, part.groups):
@@ -94,21 +94,23 @@ class CodecConverter:
     ) -> Iterator[tuple[tuple[str, str], bool]]:
         """Yields the formats of each converted side, and whether either has scales other than 1.
 
-        Raises Unlike.
+        Raises IncompatiblePages.
         """
         if len(theirs) != len(mine):
-            raise Unlike("its layers lie in other groups of pages")
+            raise IncompatiblePages("its layers lie in other groups of pages")
         for their_group, group in zip(theirs, mine, strict=True):
             shapes = [
                 [(x.index, x.num_kv_heads, x.head_dim_k, x.head_dim_v) for x in one.layers]
                 for one in (their_group, group)
             ]
             if shapes[0] != shapes[1] or their_group.window != group.window:
-                raise Unlike("its layers lie in other groups of pages, or have other heads")
+                raise IncompatiblePages(
+                    "its layers lie in other groups of pages, or have other heads"
+                )
             for theirs_layer, layer in zip(their_group.layers, group.layers, strict=True):
                 for a, b in zip(_sides(theirs_layer), _sides(layer), strict=True):
                     if a.format not in self._formats:
-                        raise Unlike(
+                        raise IncompatiblePages(
                             f"its format {a.format} is not among the converted ones "
                             f"(--kv-transfer-convert {','.join(sorted(self._formats))})"
                         )

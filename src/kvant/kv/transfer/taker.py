@@ -47,7 +47,7 @@ UNCHANGED = ("weights", "weight_format", "rotary", "byte_order", "scheme", "draf
 _log = logging.getLogger(__name__)
 
 
-class Unlike(Exception):
+class IncompatiblePages(Exception):
     """The other engine's pages are not this one's; the text names the first difference.
 
     convert: formats whose conversion would help. num_ranks: of the other engine, if that is the difference.
@@ -80,7 +80,7 @@ class Converter(ConvertsPart, Protocol):
         ...
 
     def check(self, mine: Sequence[messages.Part], theirs: messages.Welcome) -> str:
-        """Returns what is converted, in words. mine: of every rank. Raises Unlike where it cannot be."""
+        """Returns what is converted, in words. mine: by rank. Raises IncompatiblePages if it cannot be."""
         ...
 
 
@@ -207,7 +207,7 @@ class _Reader:
         self._giver: messages.Welcome | None = None
         self._tried = 0.0
         self._log_once = LogOnce(_log)
-        self.unlike: Unlike | None = None
+        self.unlike: IncompatiblePages | None = None
 
     @property
     def num_bad(self) -> int:
@@ -332,7 +332,7 @@ class _Reader:
             return
         try:
             told = self._like(answer)
-        except Unlike as fault:
+        except IncompatiblePages as fault:
             self.unlike = fault
             self._tell("unlike", f"its pages are not taken: {fault}")
             return
@@ -347,13 +347,15 @@ class _Reader:
         _log.info("pages of the engine at %s are taken%s", self._address, told)
 
     def _like(self, answer: messages.Answer) -> str:
-        """Returns what is converted, in words, or nothing. Raises Unlike."""
+        """Returns what is converted, in words, or nothing. Raises IncompatiblePages."""
         assert isinstance(answer, (messages.Welcome, messages.Refused))
         if isinstance(answer, messages.Refused) and answer.version != messages.VERSION:
-            raise Unlike(f"it speaks version {answer.version}, here it is {messages.VERSION}")
+            raise IncompatiblePages(
+                f"it speaks version {answer.version}, here it is {messages.VERSION}"
+            )
         ranks, own_ranks = len(answer.identities), len(self._mine)
         if ranks != own_ranks:
-            raise Unlike(
+            raise IncompatiblePages(
                 f"it runs {_ranks(ranks)}, here {_ranks(own_ranks)}: "
                 "a rank reads the pages of the rank of the same number",
                 num_ranks=ranks,
@@ -364,19 +366,21 @@ class _Reader:
             own_formats = sorted(messages.formats_of(self._mine[0].groups))
             fixed = _difference(mine, answer.identities, UNCHANGED)
             if fixed is not None or answer.formats == own_formats:
-                raise Unlike(fixed or difference or "it refuses, though nothing differs")
+                raise IncompatiblePages(fixed or difference or "it refuses, though nothing differs")
             theirs, own = ", ".join(answer.formats), ", ".join(own_formats)
-            raise Unlike(f"its formats are {theirs}, here they are {own}", answer.formats)
+            raise IncompatiblePages(
+                f"its formats are {theirs}, here they are {own}", answer.formats
+            )
         if difference is not None:
             if self._converter is None:
-                raise Unlike(difference)
+                raise IncompatiblePages(difference)
             return self._converter.check(self._mine, answer)
         sizes = [
             [[group.num_bytes for group in part.groups] for part in parts]
             for parts in (self._mine, answer.parts)
         ]
         if sizes[0] != sizes[1]:
-            raise Unlike("its pages have other sizes")
+            raise IncompatiblePages("its pages have other sizes")
         return ""
 
     # -- reading -------------------------------------------------------------------------------

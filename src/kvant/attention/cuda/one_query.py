@@ -24,7 +24,7 @@ from kvant.kv.spec import LayerSpec
 LONGEST = 1024
 """The longest context, in tokens, of a step that this kernel reads in 16 bits."""
 LONGEST_EIGHT = 512
-"""The same in 8 bits: half the bytes, which the general kernel decodes as fast as this one."""
+"""The same in 8 bits. The general kernel reads longer contexts in 8 bits as fast as this one."""
 HEADS = (64, 128, 256)
 """Head sizes that it serves."""
 MOST_GROUPED = 8
@@ -134,9 +134,10 @@ def shared_bytes(shape: Shape, head: int, k: KVDtype = KVDtype.BFLOAT16) -> int:
 
 
 class Turn(NamedTuple):
-    """How the kernel itself normalises and rotates heads; fields as in rotated_store.py.
+    """How the kernel itself normalises and rotates heads, as numbers for macros; see `HeadRotation`.
 
-    angle_bytes: of a cosine.
+    norm: 0 for none, else a value of `_NORMS`. rotary: rotated numbers of a head. q_step: heads of q from one
+    query head to the next, 2 with gates. angle_bytes: bytes of a cosine.
     """
 
     norm: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from kvant.models.cpu.parts import Mixture, read_part
 from kvant.models.cpu.rounding import EIGHT_BITS
 from kvant.models.cpu.verify import rounded as rounded_rows
 from kvant.models.cpu.weights import INT4 as INT4_CODE
-from kvant.models.cpu.weights import Code, pack, unpack
+from kvant.models.cpu.weights import Code, pack, pack_narrow, pack_rounded, unpack
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.fused.decoder import fuse
 from kvant.models.fused.experts import Experts, Shared
@@ -36,7 +37,7 @@ from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Quantization, check_quantization
 from kvant.models.select import select_forward
 from kvant.models.weights import quantized_weight_bytes
-from kvant.weights.codecs import NarrowWeight, encode
+from kvant.weights.codecs import NarrowWeight, decode, encode
 from kvant.weights.format import WeightFormat
 from tests.attention import driver
 from tests.models import loading, tiny
@@ -194,7 +195,7 @@ def test_rounding_holds_one_wide_matrix_at_a_time(
     path = tiny.build("llama", tmp_path, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_pretrained(path, dtype=dtype).save_pretrained(path)
     shapes = {(64, 64), (32, 64), (128, 64), (96, 64), (192, 64), (64, 96)}
-    encode_really = weights.encode_in_parts
+    encode_really = weights.encode
     alive: list[int] = []
 
     def wide() -> int:
@@ -215,7 +216,7 @@ def test_rounding_holds_one_wide_matrix_at_a_time(
         alive.append(wide())
         return encode_really(weight, fmt)
 
-    monkeypatch.setattr(weights, "encode_in_parts", counted)
+    monkeypatch.setattr(weights, "encode", counted)
     gc.collect()
     gc.freeze()  # what lives already is neither searched nor counted
     try:
@@ -226,3 +227,64 @@ def test_rounding_holds_one_wide_matrix_at_a_time(
     finally:
         gc.unfreeze()
     assert logits(model, [len(TEXT)]).isfinite().all()
+
+
+@pytest.mark.parametrize("code", [INT4_CODE, Code.INT8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parts_have_the_bytes_of_the_whole_weight(
+    code: Code, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joined weights whose rows begin and end inside tiles and parts."""
+    joined = [torch.randn(rows, 96).to(dtype) for rows in (40, 1, 7, 150, 23)]
+    narrow = encode(torch.cat(joined), code.format)
+    whole = pack_narrow(narrow)
+    for most in (1, 32 * 96, 100 * 96):
+        monkeypatch.setattr(weights, "_MOST_AT_ONCE", most)
+        for found in (pack_rounded(joined, code), pack_narrow(narrow)):
+            assert torch.equal(found.codes, whole.codes)
+            if whole.scales is not None:
+                assert found.scales is not None
+                assert torch.equal(found.scales, whole.scales)
+    assert torch.equal(unpack(whole), decode(narrow))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's")
+@pytest.mark.parametrize("code", [INT4_CODE, Code.INT8])
+def test_rounding_needs_little_memory_beside_its_result(
+    code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kib(name: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split(f"{name}:")[1].split()[0])
+
+    monkeypatch.setattr(weights, "_MOST_WORKERS", 2)
+    parts = [torch.ones(4096, 4096, dtype=torch.bfloat16) for _ in range(2)]
+    pack_rounded([parts[0][:512]], code)  # libraries take memory at their first call
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before = kib("VmRSS")
+    made = pack_rounded(parts, code)
+    assert (kib("VmHWM") - before) * 1024 < made.num_bytes + (16 << 20)
+
+
+def test_packing_leaves_torchs_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that pack use one each; threads that start later use torch's number."""
+    found: list[int] = []
+    encode_really = weights.encode
+
+    def noted(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
+        made = encode_really(weight, fmt)
+        found.append(torch.get_num_threads())
+        return made
+
+    monkeypatch.setattr(weights, "encode", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        pack(torch.randn(64, 65536), Code.INT8)
+        later = Thread(target=lambda: found.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert found == [1, 1, 1, 1, 2]  # four parts of one tile
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

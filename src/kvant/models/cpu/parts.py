@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams
 from kvant.models.cpu.linear import Linear
-from kvant.models.cpu.weights import Code, pack, pack_narrow
+from kvant.models.cpu.weights import Code, pack, pack_narrow, pack_rounded
 from kvant.models.fused import layers as fused
 from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
@@ -220,7 +220,10 @@ def products(given: AnyLinear, code: Code | None, digits: int) -> Products:
         return tuple(linear for part in given.parts for linear in products(part, code, digits))
     if isinstance(given, NarrowProduct):
         return (Linear(pack_narrow(given.weight), given.bias, digits),)
-    assert isinstance(given, (DenseLinear, JoinedLater))
+    if isinstance(given, JoinedLater):
+        assert code is not None
+        return (Linear(pack_rounded(given.weights, code), given.bias, digits),)
+    assert isinstance(given, DenseLinear)
     return (Linear(pack(given.weight.detach(), code), given.bias, digits),)
 
 

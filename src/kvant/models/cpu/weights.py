@@ -13,19 +13,25 @@ The codes of all blocks are followed by scales, offsets and factors, each [block
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from kvant.kernels.cpu.threads import openmp_address
 from kvant.models.cpu.info import GROUP, TILE
 from kvant.weights.codecs import (
     NarrowWeight,
     decode,
-    encode_in_parts,
+    encode,
     pack_nibbles,
     pack_six,
+    rows_of,
     unpack_nibbles,
     unpack_six,
 )
@@ -106,8 +112,28 @@ def pack(weight: Tensor, code: Code | None) -> PackedWeight:
     if own is not None and code in (None, own):
         return PackedWeight(own, weight.contiguous(), None, rows, columns)
     assert code is not None
-    assert not code.is_number
-    return pack_narrow(encode_in_parts(weight, code.format))
+    return pack_rounded((weight,), code)
+
+
+def pack_rounded(weights: Sequence[Tensor], code: Code) -> PackedWeight:
+    """Rounds weights [.., columns] of one product, float32 or of 16 bits, and joins their rows in order.
+
+    Few rows at a time are wide outside `weights`: peak memory is little more than the result.
+    """
+    rows, columns = sum(len(one) for one in weights), weights[0].shape[1]
+    made = _empty(code, rows, columns)
+    _fill(made, lambda start, count: encode(_joined_rows(weights, start, count), code.format))
+    return made
+
+
+def _joined_rows(weights: Sequence[Tensor], start: int, count: int) -> Tensor:
+    """Returns `count` rows from `start` of the joined weights: a view if one weight has them all."""
+    found = []
+    for one in weights:
+        found.append(one[max(0, start) : max(0, start + count)])
+        start -= len(one)
+    found = [one for one in found if len(one)]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def with_offsets(weight: NarrowWeight) -> NarrowWeight:
@@ -127,26 +153,67 @@ def pack_narrow(weight: NarrowWeight) -> PackedWeight:
     """Arranges a narrow weight's bytes in tiles. 4-bit codes in groups get offsets (`with_offsets`)."""
     if weight.format not in _OF_FORMAT:
         weight = with_offsets(weight)
-    code, rows, columns = _OF_FORMAT[weight.format], weight.rows, weight.columns
-    blocks = columns // GROUP
+    order = None if weight.order is None else weight.order.clone()
+    made = _empty(_OF_FORMAT[weight.format], weight.rows, weight.columns, order)
+    _fill(made, partial(rows_of, weight))
+    return made
+
+
+def _empty(code: Code, rows: int, columns: int, order: Tensor | None = None) -> PackedWeight:
+    """Allocates tiles for a weight in a narrow format."""
+    tiles = -(-rows // TILE)
+    size = columns // GROUP * code_bytes(code)
+    scales = None
+    if code is Code.INT8:
+        scales = torch.zeros(tiles * TILE, dtype=torch.float32)
+    else:
+        size += sum(count * TILE * kind.itemsize for count, kind in _beside(code, columns))
+    codes = torch.empty(tiles, size, dtype=torch.uint8)
+    return PackedWeight(code, codes, scales, rows, columns, order)
+
+
+def _fill(made: PackedWeight, rows: Callable[[int, int], NarrowWeight]) -> None:
+    """Writes all rows of `made`, in parts of whole tiles. rows(start, count): returns some of them."""
+    step = max(1, _MOST_AT_ONCE // (made.columns * TILE)) * TILE
+
+    def work(start: int) -> None:
+        _put(made, start, rows(start, min(step, made.rows - start)))
+
+    workers = min(_MOST_WORKERS, torch.get_num_threads())
+    with ThreadPoolExecutor(workers, "kvant-pack", _run_alone) as pool:
+        list(pool.map(work, range(0, made.rows, step)))
+
+
+def _run_alone() -> None:
+    """Makes torch's operations in this thread use no other thread.
+
+    Threads that share each operation on a part would wait for each other longer than they compute.
+    `torch.set_num_threads` would change the number for threads that start later, too.
+    """
+    torch.get_num_threads()  # else torch would set this thread's number at its first operation
+    address = openmp_address("omp_set_num_threads")
+    if address:
+        ctypes.CFUNCTYPE(None, ctypes.c_int)(address)(1)
+
+
+def _put(made: PackedWeight, start: int, weight: NarrowWeight) -> None:
+    """Writes a narrow weight into the tiles of `made` that begin with row `start`."""
     beside = [one for one in (weight.scales, weight.offsets) if one is not None]
     if weight.factors is not None:
         beside += list(weight.factors)
-    scales = None
-    if code is Code.INT8:
-        beside, scales = [], _in_tiles(weight.scales).flatten()
-    sizes = [blocks * code_bytes(code), *(len(one) * TILE * one.element_size() for one in beside)]
-    made = torch.empty(-(-rows // TILE), sum(sizes), dtype=torch.uint8)
-    codes, *places = torch.split(made, sizes, 1)
-    vectors = codes.view(torch.int32).view(len(made), blocks, -1, TILE)
-    step = max(1, _MOST_AT_ONCE // (columns * TILE))
-    parts = torch.split(weight.codes, step * TILE)
-    for some, part in zip(torch.split(vectors, step), parts, strict=True):
-        some.copy_(_vectors(code, _in_tiles(part)))
+    if made.scales is not None:
+        beside, made.scales[start : start + weight.rows] = [], weight.scales
+    blocks = made.columns // GROUP
+    sizes = [
+        blocks * code_bytes(made.code),
+        *(len(one) * TILE * one.element_size() for one in beside),
+    ]
+    tiles = made.codes[start // TILE :][: -(-weight.rows // TILE)]
+    codes, *places = torch.split(tiles, sizes, 1)
+    vectors = codes.view(torch.int32).view(len(tiles), blocks, -1, TILE)
+    vectors.copy_(_vectors(made.code, _in_tiles(weight.codes)))
     for place, one in zip(places, beside, strict=True):
-        place.view(one.dtype).view(len(made), -1, TILE).copy_(_in_tiles(one.t()).transpose(1, 2))
-    order = None if weight.order is None else weight.order.clone()
-    return PackedWeight(code, made, scales, rows, columns, order)
+        place.view(one.dtype).view(len(tiles), -1, TILE).copy_(_in_tiles(one.t()).transpose(1, 2))
 
 
 def unpack(weight: PackedWeight) -> Tensor:
@@ -201,8 +268,11 @@ def _beside(code: Code, columns: int) -> list[tuple[int, torch.dtype]]:
     return found
 
 
-_MOST_AT_ONCE = 1 << 24
-"""Most codes that are unpacked at once, to one byte each."""
+_MOST_AT_ONCE = 1 << 18
+"""Most numbers of a part: 1 MiB in float32. A part's temporary tensors stay in a core's cache."""
+
+_MOST_WORKERS = 8
+"""Most threads that pack parts. Each has up to 4 MiB of temporary tensors."""
 
 
 def _in_tiles(rows: Tensor) -> Tensor:

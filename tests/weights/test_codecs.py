@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.weights.codecs import decode, encode, join, pack_nibbles, round_rows, unpack_nibbles
+from kvant.weights.codecs import (
+    decode,
+    encode,
+    encode_in_parts,
+    encode_stack,
+    join,
+    pack_nibbles,
+    round_rows,
+    unpack_nibbles,
+)
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -18,6 +27,10 @@ from kvant.weights.format import (
     INT8_CHANNEL,
     MXFP4,
     NVFP4,
+    Q4_1,
+    Q4_K,
+    Q6_K,
+    WHOLE,
     Scale,
     WeightFormat,
     int4_groups,
@@ -79,6 +92,19 @@ def test_the_bytes_never_change(fmt: WeightFormat) -> None:
 def test_a_weight_has_the_bytes_that_its_format_counts(fmt: WeightFormat) -> None:
     made = encode(_numbers(), fmt)
     assert made.num_bytes == fmt.matrix_bytes(200, 384)
+
+
+@pytest.mark.parametrize("shape", [(0, 256), (256, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("fmt", [*GOLDEN, Q4_1, Q4_K, Q6_K], ids=_name)
+def test_a_weight_without_numbers_has_its_shape_and_counted_bytes(
+    fmt: WeightFormat, shape: tuple[int, int]
+) -> None:
+    made = encode(torch.empty(shape), fmt)
+    assert decode(made).shape == shape
+    assert made.num_bytes == fmt.matrix_bytes(*shape)
+    if fmt.rows != WHOLE and not fmt.global_scale:
+        assert encode_in_parts(torch.empty(shape), fmt).num_bytes == made.num_bytes
+        assert decode(encode_stack(torch.empty(3, *shape), fmt).one(2)).shape == shape
 
 
 @pytest.mark.parametrize("fmt", GOLDEN, ids=_name)

@@ -145,13 +145,15 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
 
     A scale is the block's largest magnitude over the largest code, rounded as it is stored; a block of
     zeros has the scale 1. With zero points a group spans its smallest and largest number, and zero. Raises
-    ValueError if the format cannot store this shape.
+    ValueError if the format cannot store this shape. A weight without numbers has the scales of zeros.
     """
     rows, columns = weight.shape
     refusal = fmt.refuse(rows, columns)
     if refusal is not None:
         raise ValueError(refusal)
     wide = weight.to(torch.float32)
+    if not weight.numel():
+        return _encode_nothing(wide, fmt)
     if fmt.superblock:
         return _encode_superblocks(wide, fmt)
     if fmt.offsets:
@@ -193,6 +195,32 @@ def encode(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     )
 
 
+def scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:
+    """Returns the shape of the scales of a weight [rows, columns]."""
+    down, along = fmt.blocks(rows, columns)
+    if fmt.rows == WHOLE:
+        return (1,)
+    if fmt.columns == WHOLE:
+        return (rows,)
+    return (along, down) if fmt.rows == 1 else (down, along)
+
+
+def _encode_nothing(wide: Tensor, fmt: WeightFormat) -> NarrowWeight:
+    """Encodes a weight without outputs or without inputs. Scales of its outputs or of the matrix are 1."""
+    rows, columns = wide.shape
+    shape, stored = scale_shape(fmt, rows, columns), TORCH_SCALE[fmt.scale]
+    factors = (2 if fmt.offsets else 1, columns // (fmt.superblock or 1), rows)
+    return NarrowWeight(
+        fmt, rows, columns,
+        wide.new_empty((rows, columns * fmt.code.bits // 8), dtype=torch.uint8),
+        wide.new_ones(shape, dtype=stored),
+        wide.new_zeros(shape, dtype=torch.uint8) if fmt.zero_points else None,
+        wide.new_ones(1) if fmt.global_scale else None,
+        wide.new_zeros(shape, dtype=stored) if fmt.offsets else None,
+        wide.new_zeros(factors, dtype=torch.float16) if fmt.superblock else None,
+    )  # fmt: skip
+
+
 _MOST_AT_ONCE = 1 << 23
 """Numbers to round at once: 32 MiB in float32, in several temporary tensors."""
 
@@ -204,7 +232,7 @@ def encode_in_parts(weight: Tensor, fmt: WeightFormat) -> NarrowWeight:
     """
     assert fmt.rows != WHOLE
     assert not fmt.global_scale
-    step = max(1, _MOST_AT_ONCE // (weight.shape[1] * fmt.rows)) * fmt.rows
+    step = max(1, _MOST_AT_ONCE // (max(1, weight.shape[1]) * fmt.rows)) * fmt.rows
     return join([encode(part, fmt) for part in torch.split(weight, step)])
 
 

@@ -14,6 +14,7 @@ from kvant.weights.codecs import (
     round_by,
     round_groups,
     round_rows,
+    scale_shape,
 )
 from kvant.weights.format import WHOLE, WeightFormat
 from kvant.weights.rounding import RoundedRows, Rounding, Rows
@@ -230,16 +231,6 @@ def awaited_tensors(
         f"{name}_offsets": _awaited(scales, TORCH_SCALE[fmt.scale]) if fmt.offsets else None,
         f"{name}_factors": factors,
     }
-
-
-def scale_shape(fmt: WeightFormat, rows: int, columns: int) -> tuple[int, ...]:
-    """Returns the shape of the scales of a weight [rows, columns]."""
-    down, along = fmt.blocks(rows, columns)
-    if fmt.rows == WHOLE:
-        return (1,)
-    if fmt.columns == WHOLE:
-        return (rows,)
-    return (along, down) if fmt.rows == 1 else (down, along)
 
 
 def _awaited(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

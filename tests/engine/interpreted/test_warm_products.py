@@ -27,9 +27,9 @@ from kvant.models.fused.experts import Experts
 from kvant.models.fused.routing import Routing
 from kvant.models.fused.triton_experts import TritonExperts
 from kvant.weights import choose
-from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight
+from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight, scale_shape
 from kvant.weights.format import FP8_BLOCK, FP8_CHANNEL, INT8_CHANNEL, WeightFormat, int4_groups
-from kvant.weights.linear import MOST_EXACT, scale_shape
+from kvant.weights.linear import MOST_EXACT
 from kvant.weights.rounding import Rounding
 from kvant.weights.triton import product
 from tests.attention.triton import case

@@ -28,7 +28,7 @@ from kvant.models.fused.triton_kernels import TritonKernels
 from kvant.models.sharding.shard import Shard
 from kvant.parallel.symmetric import MOST_ROWS, MOST_ROWS_OF_TWO, SymmetricSums
 from kvant.parallel.triton_sums import added
-from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight
+from kvant.weights.codecs import TORCH_SCALE, NarrowStack, NarrowWeight, scale_shape
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -37,7 +37,6 @@ from kvant.weights.format import (
     WeightFormat,
     int4_groups,
 )
-from kvant.weights.linear import scale_shape
 from kvant.weights.rounding import Rounding
 from kvant.weights.triton import product
 from tests.engine.interpreted.compiled import H200, type_of

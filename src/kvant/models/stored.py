@@ -21,6 +21,7 @@ from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
 from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS, PLAIN
 from kvant.models.geometry.weight_names import (
+    OF_TRANSFORMERS,
     by_precedence,
     exceptions,
     gptq_left_alone,
@@ -28,7 +29,7 @@ from kvant.models.geometry.weight_names import (
     names_left_alone,
 )
 from kvant.models.geometry.weight_recipe import (
-    FP8_LEFT,
+    arguments,
     is_sparse,
     linear_groups,
     read_recipe,
@@ -334,7 +335,7 @@ def _check_words(fields: Fields) -> None:
     _check_word(fields, "format", _LAYOUTS)
     for group, weights, _ in linear_groups(fields):
         _check_word(group, "format", _LAYOUTS)
-        inputs = group.inside("input_activations")
+        inputs = arguments(group, "input_activations")
         for section in (weights, *(() if inputs is None else (inputs,))):
             for name, known in _WORDS.items():
                 _check_word(section, name, known)
@@ -478,7 +479,7 @@ def _fp8(fields: Fields) -> Stored | NotStored:
     else:
         return NotStored(f"blocks of {shown(block)} are not 128 x 128")
     activations = f"8-bit floats, {said}" if said else ""
-    return _whole(scheme, fields, FP8_LEFT, activations, rounding)
+    return _whole(scheme, fields, OF_TRANSFORMERS, activations, rounding)
 
 
 def _awq(fields: Fields) -> Stored | NotStored:
@@ -570,7 +571,7 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored:
                     "actorder", "only packed integers in groups have an order of inputs"
                 )
             scheme = replace(scheme, reordered=True)
-        inputs = group.inside("input_activations")
+        inputs = arguments(group, "input_activations")
         rounding = None if inputs is None else _fp8_inputs(inputs, scheme)
         rounded.add(rounding)
         if rounding is Activations.FP8_STATIC:

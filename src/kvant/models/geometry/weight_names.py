@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from kvant.models.geometry.fields import Fields
@@ -38,10 +39,34 @@ def names_chosen(patterns: Sequence[str]) -> Chosen:
     return either
 
 
+OF_TRANSFORMERS = ("modules_to_not_convert", "ignored_layers")
+"""Fields that list the layers that FP8 and AWQ leave alone. AutoFP8 writes the second."""
+
+
 def names_left_alone(fields: Fields, lists: Sequence[str]) -> Chosen:
-    """Returns a test for the head, and for the names that any of these fields lists."""
-    listed = (name for field in lists for name in fields.words(field) or ())
-    return names_chosen(("lm_head", *listed))
+    """Returns a test for the head, and for the names that any of these fields lists.
+
+    In fields of transformers, its rule holds too. AutoAWQ lists parts of names, which that rule misses.
+    """
+    listed = [name for field in lists for name in fields.words(field) or ()]
+    chosen = names_chosen(("lm_head", *listed))
+    if not set(lists) <= set(OF_TRANSFORMERS):
+        return chosen
+    skipped = _not_converted(listed)
+    return lambda name: chosen(name) or skipped(name)
+
+
+def _not_converted(patterns: Sequence[str]) -> Chosen:
+    """Returns transformers' test for modules that it does not convert.
+
+    A pattern is the end of a name, or a regular expression for its beginning, which ends before a dot.
+    """
+    begins = []
+    for pattern in patterns:
+        with suppress(re.error):  # a wildcard
+            begins.append(re.compile(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"))
+    ends = tuple(patterns)
+    return lambda name: name.endswith(ends) or any(one.match(name) for one in begins)
 
 
 def _names_chosen(patterns: Sequence[str]) -> Chosen:

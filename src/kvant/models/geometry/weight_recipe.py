@@ -19,6 +19,7 @@ from kvant.models.geometry.fields import MAX_WIDTH, Fields, shown
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS
 from kvant.models.geometry.weight_names import (
+    OF_TRANSFORMERS,
     by_precedence,
     exceptions,
     gptq_left_alone,
@@ -28,9 +29,6 @@ from kvant.models.geometry.weight_names import (
 
 MatrixBytes = Callable[[int, int], int]
 """Bytes of a matrix of rows x columns (out x in features), scales included."""
-
-FP8_LEFT = ("modules_to_not_convert", "ignored_layers")
-"""Fields that list the layers that FP8 leaves alone. AutoFP8 writes the second."""
 
 _QUANTISED = (WeightKind.LINEAR, WeightKind.EXPERT)
 _F32 = 4
@@ -111,7 +109,7 @@ def _fp8(fields: Fields) -> Recipe | NoRecipe:
     if block is not None and len(block) != 2:
         return NoRecipe(f"weight_block_size {shown(block)} is not two numbers")
     rows, columns = block or (MAX_WIDTH, MAX_WIDTH)
-    return _whole(fields, _coded(8, rows, columns, _F32), *FP8_LEFT)
+    return _whole(fields, _coded(8, rows, columns, _F32), *OF_TRANSFORMERS)
 
 
 def _mxfp4(fields: Fields) -> Recipe:
@@ -181,9 +179,22 @@ def linear_groups(fields: Fields) -> Iterator[tuple[Fields, Fields, str]]:
     for name in () if listed is None else listed.names():
         assert listed is not None
         group = listed.inside(name)
-        weights = None if group is None else group.inside("weights")
+        weights = None if group is None else arguments(group, "weights")
         if group is not None and weights is not None:
             yield group, weights, group.text("format") or fields.text("format") or ""
+
+
+def arguments(group: Fields, name: str) -> Fields | None:
+    """Returns a group's `weights` or `input_activations`, with compressed-tensors' values for missing fields.
+
+    The strategy is that of the group size: -1 means a scale per output, and none a scale per matrix.
+    """
+    said = group.inside(name)
+    if said is None:
+        return None
+    size = said.optional_integer("group_size", least=-1)
+    strategy = "tensor" if size is None else "channel" if size < 0 else "group"
+    return group.inside(name, {"num_bits": 8, "type": "int", "strategy": strategy})
 
 
 def _scheme(weights: Fields, layout: str) -> MatrixBytes | NoRecipe:

@@ -42,9 +42,8 @@ from kvant.plan.scale_values import check_values
 from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import tiny, tiny_multimodal
 from tests.models.tiny_narrow import DIALECTS, Layer, build, packed, whole_bytes
-from tests.models.tiny_narrow_experts import build as build_experts
 from tests.planned import plan_of
 
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -411,7 +410,7 @@ def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}, "experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "experts"),
         ({"text_config": {"model_type": "qwen2"}}, "several parts"),
         ({"weights": {"num_bits": 1}}, "1-bit"),
         ({"weights": {"strategy": "channel", "num_bits": 8}}, "in groups"),
@@ -433,7 +432,7 @@ def test_reordered_inputs_are_never_left_to_transformers(more: dict[str, Any], s
 @pytest.mark.parametrize(
     ("more", "inputs", "says"),
     [
-        ({"model_type": "qwen3_moe", "num_experts": 8}, {"type": "int"}, "experts"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, {"type": "int"}, "experts"),
         ({"text_config": {"model_type": "qwen2"}}, None, "without input_activations"),
         ({"text_config": {"model_type": "qwen2"}}, {"type": "int"}, None),
     ],
@@ -451,13 +450,56 @@ def test_integers_in_bytes_that_transformers_cannot_read_are_refused(
     assert refuse_left(config) is None
 
 
-def test_experts_in_bytes_are_refused_by_plan_and_start_on_a_cpu(tmp_path: Path) -> None:
-    path, _ = build_experts(tmp_path, "ct int8")
-    assert plan_of(PlanRequest(str(path), GPU)).can_run
+@pytest.mark.parametrize(
+    ("dialect", "says"),
+    [
+        ("ct int8", "cannot join such experts"),
+        ("ct int4 zero points", "zero points of packed integers in another shape"),
+        ("ct nvfp4", "without the factor that each has"),
+    ],
+)
+def test_experts_that_transformers_cannot_read_are_refused_by_plan_and_start(
+    dialect: str, says: str, tmp_path: Path
+) -> None:
+    path = tiny.build("mixtral", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = DIALECTS[dialect][0]
+    (path / "config.json").write_text(json.dumps(config))
     planned = plan_of(PlanRequest(str(path), CPU))
-    assert any("cannot join such experts" in line for line in planned.obstacles)
-    with pytest.raises(NotServable, match="cannot join such experts"):
+    assert any(says in line for line in planned.obstacles)
+    with pytest.raises(NotServable, match=says) as refused:
         LLM(path)
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma3"])
+def test_compressed_weights_without_a_status_are_read_by_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    is_mixture = family == "mixtral"
+    path = tiny.build(family, tmp_path) if is_mixture else tiny_multimodal.build(family, tmp_path)
+    declared, make = copy.deepcopy(DIALECTS["ct fp8 channel"])
+    declared["ignore"] = ["re:.*lm_head", "re:.*gate$", "re:.*vision.*", "re:.*multi_modal.*"]
+    generator = torch.Generator().manual_seed(0)
+    numbers: dict[str, Tensor] = {}
+
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        for name in sorted(tensors):
+            numbers[name] = tensors[name]
+            if re.search(r"layers.*(_proj|\.w\d)\.weight$", name) and "vision" not in name:
+                stored, numbers[name] = make(tensors.pop(name), generator)
+                layer = name.removesuffix(".weight")
+                tensors.update({f"{layer}.{short}": one for short, one in stored.items()})
+
+    _with(path, narrow)
+    plain = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**plain, "quantization_config": declared}))
+    assert plan_of(PlanRequest(str(path), CPU)).can_run
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    found = LLM(path, kv_cache_memory="1MiB").generate([TEXT], params)[0].token_ids
+    (path / "config.json").write_text(json.dumps(plain))
+    save_file(numbers, path / "model.safetensors", metadata={"format": "pt"})
+    assert found == LLM(path, kv_cache_memory="1MiB").generate([TEXT], params)[0].token_ids
 
 
 def test_codes_that_are_no_numbers_are_refused_by_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kvant.errors import BadCheckpoint, KvantError, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.checkpoint.safetensors_header import read_headers
-from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, is_experts
+from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, has_stacks, is_experts
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.sharding.cuts import Cut
 from kvant.models.sharding.divide import is_tied
@@ -62,7 +62,7 @@ def chosen_layers(
     inside = {
         name: format_of(asked, part.in_features)
         for name, part in _inside(model)
-        if type(part) is nn.Linear and not _ROUTERS.intersection(name.split("."))
+        if _holds_numbers(part) and not _ROUTERS.intersection(name.split("."))
     }
     if not inside:
         raise NotServable(
@@ -74,6 +74,11 @@ def chosen_layers(
     if not head or own is None:
         return inside
     return {own: format_of(asked, _linear(model, own).in_features, is_head=True), **inside}
+
+
+def _holds_numbers(part: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer. Those of 0 shared experts have no numbers, and stay as they are."""
+    return type(part) is nn.Linear and part.weight.numel() > 0
 
 
 def _head_of(model: PreTrainedModel) -> str | None:
@@ -158,7 +163,7 @@ def _stored_formats(
     """Returns the checkpoint's formats of linear layers, and of modules of experts, by name."""
     linear, experts = {}, {}
     for name, part in model.named_modules():
-        if type(part) is nn.Linear:
+        if _holds_numbers(part):
             scheme = stored.scheme(name)
             if scheme is not None:
                 linear[name] = scheme.format
@@ -242,6 +247,7 @@ class NarrowConfig(QuantizationConfigMixin):
         self._cut = cut
         self._shapes: dict[str, torch.Size] = {}
         self._experts: dict[str, StoredExperts] = {}
+        self._wide: dict[str, nn.Module] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NarrowConfig:
         """Returns itself: transformers copies configs, but this object must collect the results of a load."""
@@ -260,7 +266,12 @@ class NarrowConfig(QuantizationConfigMixin):
                 for name, formats in chosen_experts(model, self._asked).items():
                     model.set_submodule(name, NarrowExperts(model.get_submodule(name), formats))
             if self._stored is not None:
-                self._experts = await_stored(model, self._path, self._stored, self._cut)
+                before = dict(model.named_modules())
+                self._experts = await_stored(
+                    model, self._path, self._stored, self._cut, widened=self._widened is not None
+                )
+                if self._widened is not None:
+                    self._wide = {name: before[name] for name in self._experts}
         except KvantError as fault:
             self.fault = fault
             raise
@@ -303,7 +314,11 @@ class NarrowConfig(QuantizationConfigMixin):
         for name, files in self._experts.items():
             made = model.get_submodule(name)
             assert isinstance(made, NarrowExperts)
-            files.read_into(made, model.device)
+            if self._widened is None:
+                files.read_into(made, model.device)
+                continue
+            files.decode_into(self._wide[name], made.shapes, model.device, self._widened)
+            model.set_submodule(name, self._wide[name])
 
     @property
     def read_apart(self) -> tuple[str, ...]:
@@ -328,10 +343,12 @@ def await_stored(
     path: Path,
     stored: Stored,
     cut: Mapping[str, tuple[Cut, tuple[int, ...]]] = MappingProxyType({}),
+    *,
+    widened: bool = False,
 ) -> dict[str, StoredExperts]:
     """Replaces layers whose weights are narrow in the files of `path`. Returns where experts' tensors are.
 
-    cut: as in `NarrowConfig`.
+    cut: as in `NarrowConfig`. widened: the weights will be decoded, so experts may have any activation.
 
     Raises BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are not
     positive, and groups of inputs that are none.
@@ -344,7 +361,8 @@ def await_stored(
     for name, part in list(model.named_modules()):
         if name == tied:
             continue  # its weight is the embedding's, whether the declaration names it or not
-        if is_experts(part) and stored.scheme(f"{name}.0.gate_proj") is not None:
+        are_experts = has_stacks(part) if widened else is_experts(part)
+        if are_experts and stored.scheme(f"{name}.0.gate_proj") is not None:
             made = NarrowExperts(part, None)
             experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
             model.set_submodule(name, made)
@@ -353,6 +371,8 @@ def await_stored(
         if scheme is None or (type(part) is nn.Embedding and scheme.dialect is not Dialect.GGUF):
             continue
         rows, columns = _shape(part)
+        if not rows * columns:
+            continue  # of 0 shared experts
         refusal = scheme.format.refuse(rows, columns)
         if refusal is not None:
             raise BadCheckpoint(

@@ -57,6 +57,9 @@ def leave_weights_only(config: PreTrainedConfig, *, keep: bool = True) -> None:
     if method_of(declared) in COMPRESSED_TENSORS:
         kept = {key: value for key, value in declared.items() if key != "kv_cache_scheme"}
         kept["quant_method"] = COMPRESSED_TENSORS[0]  # the spelling that transformers knows
+        if kept.get("format") not in (None, "dense"):
+            # Without it, transformers expects the tensors of weights that are not compressed yet.
+            kept["quantization_status"] = "compressed"
         _set(holder, kept if kept.get("config_groups") else None)
     elif is_modelopt(declared):
         _set(holder, None)

@@ -190,10 +190,12 @@ def declares_weights(config: Mapping[str, Any]) -> bool:
 def decoded_here(config: Mapping[str, Any]) -> Stored | None:
     """Returns the narrow weights that Kvant decodes while they are loaded, if none run as they are stored.
 
-    None if there are none, or if transformers decodes them: experts, and formats that Kvant does not read.
+    None if there are none, or if transformers decodes them: mxfp4, and what Kvant does not read.
     """
     found = declared_weights(config)
-    if not isinstance(found, Stored) or (lists_experts(config) and read_blocks(config) is None):
+    if not isinstance(found, Stored):
+        return None
+    if any(scheme.dialect is Dialect.MXFP4_EXPERTS for _, scheme in found.groups):
         return None
     return found.without_input_scales
 
@@ -270,16 +272,20 @@ def refuse_left(config: Mapping[str, Any]) -> NotServable | None:
             ways_out=(PLAIN,),
         )
     for group, weights, layout in linear_groups(fields) if method in COMPRESSED_TENSORS else ():
-        if weights.text("type") != "int" or layout not in _IN_BYTES:
-            continue
+        kind = "integers" if weights.text("type") == "int" else "floats"
         why = ""
-        if lists_experts(config):
-            why = "transformers cannot join such experts"
-        elif group.inside("input_activations") is None and not group.has("format"):
-            why = "compressed-tensors takes integers without input_activations for packed ones"
+        if layout == "pack-quantized" and not weights.flag("symmetric", True):
+            why = "transformers reads zero points of packed integers in another shape"
+        elif lists_experts(config) and "nvfp4" in layout:
+            why = "transformers joins experts without the factor that each has"
+        elif weights.text("type") == "int" and layout in _IN_BYTES:
+            if lists_experts(config):
+                why = "transformers cannot join such experts"
+            elif group.inside("input_activations") is None and not group.has("format"):
+                why = "compressed-tensors takes integers without input_activations for packed ones"
         if why:
             return NotServable(
-                f"config.json: weights are integers in the layout {shown(layout)}",
+                f"config.json: weights are {kind} in the layout {shown(layout)}",
                 why=why,
                 ways_out=(PLAIN,),
             )
@@ -377,18 +383,28 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
     if reader is None:
         return NotStored(f"Kvant has no products for {shown(method)}")
     found = reader(fields)
-    for _, scheme in found.groups if isinstance(found, Stored) else ():
-        fmt = scheme.format
-        if scheme.reordered:
-            return NotStored("products of experts take their inputs in order")
-        if scheme.no_product:
-            return NotStored(scheme.no_product)
-        if fmt.global_scale:
-            return NotStored(f"experts in {fmt.name} are decoded while they are loaded")
-        width = model.integer("moe_intermediate_size", "intermediate_size")
-        if fmt.rows > 1 and (width % fmt.rows or model.integer("hidden_size") % fmt.rows):
-            return NotStored(f"experts of width {width} do not end with blocks of {fmt.rows}")
-    return found
+    if isinstance(found, NotStored):
+        return found
+    groups = tuple(
+        (names, replace(scheme, no_product=scheme.no_product or _no_experts(model, scheme)))
+        for names, scheme in found.groups
+    )
+    return replace(found, groups=groups)
+
+
+def _no_experts(model: Fields, scheme: Scheme) -> str:
+    """Returns why no product of experts multiplies by weights of a scheme, "" if one does."""
+    fmt = scheme.format
+    if model.text("hidden_act") not in (None, "silu", "swish"):
+        return f"products of experts compute SiLU, not {model.text('hidden_act')}"
+    if scheme.reordered:
+        return "products of experts take their inputs in order"
+    if fmt.global_scale:
+        return f"products of experts do not multiply by {fmt.name}"
+    width = model.integer("moe_intermediate_size", "intermediate_size")
+    if fmt.rows > 1 and (width % fmt.rows or model.integer("hidden_size") % fmt.rows):
+        return f"experts of width {width} do not end with blocks of {fmt.rows}"
+    return ""
 
 
 _EXPERTS_APART = frozenset(

@@ -5,13 +5,13 @@ Kvant reads them itself, layer by layer, since transformers would stack them as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import TensorEntry
@@ -19,7 +19,7 @@ from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.sharding.cuts import Cut, Rule
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
-from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, join
+from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, decode, join
 from kvant.weights.dialects import check_scales, read, read_experts, read_order
 from kvant.weights.format import Dialect, Scheme
 from kvant.weights.parts import Role, check_part, expert_parts, parts_of
@@ -172,18 +172,37 @@ class StoredExperts:
                 }
                 module.put(product, read_experts(full, scheme, count, rows, columns, tensors))
                 continue
-            parts = _APART[product]
-            weights = [
-                self._read_one(f"{self.name}.{expert}.{one}", scheme, of, device)
-                for expert in range(count)
-                for one in parts
-            ]  # fmt: skip
+            weights = list(self._read_apart(product, count, device))
             if not can_join(weights):
                 raise BadCheckpoint(
                     f"{self.name}.{product}: experts have scales of different dtypes",
                     why="their weights are read as one",
                 )
             module.put(product, NarrowStack(join(weights), count))
+
+    def decode_into(
+        self, module: nn.Module, shapes: Mapping[str, tuple[int, ...]], device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Sets the stacks of transformers' module to the decoded weights, one matrix after another.
+
+        shapes: of the stacks [experts, rows, columns]. Raises BadCheckpoint like `read_into`.
+        """
+        for product, shape in shapes.items():
+            stack = torch.empty(shape, dtype=dtype, device=device)
+            matrices = stack.view(-1, self.cuts[product].held[0], shape[2])
+            for wide, narrow in zip(
+                matrices, self._read_apart(product, shape[0], device), strict=True
+            ):
+                wide.copy_(decode(narrow, dtype))
+            setattr(module, product, nn.Parameter(stack, requires_grad=False))
+
+    def _read_apart(self, product: str, count: int, device: torch.device) -> Iterator[NarrowWeight]:
+        """Yields the matrices of a product that is stored apart, in the order of the stack's rows."""
+        for expert in range(count):
+            for one in _APART[product]:
+                layer = f"{self.name}.{expert}.{one}"
+                yield self._read_one(layer, self.schemes[product], self.cuts[product], device)
 
     def _read_one(
         self, layer: str, scheme: Scheme, of: ExpertCut, device: torch.device

@@ -15,10 +15,15 @@ from kvant.weights.linear import awaited_tensors, named_tensors
 PRODUCTS = ("gate_up_proj", "down_proj")
 
 
+def has_stacks(module: nn.Module) -> bool:
+    """Whether a module holds experts: two stacks of weights."""
+    stacks = [getattr(module, name, None) for name in PRODUCTS]
+    return all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in stacks)
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds experts that Kvant can replace: two stacks of weights, gated by SiLU."""
-    stacks = [getattr(module, name, None) for name in PRODUCTS]
-    if not all(isinstance(one, nn.Parameter) and one.ndim == 3 for one in stacks):
+    if not has_stacks(module):
         return False
     activation = getattr(module, "act_fn", None)
     return hasattr(module, "alpha") or isinstance(activation, nn.SiLU) or _is_silu(activation)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint
@@ -26,11 +27,15 @@ from kvant.models.quantization import Quantization, format_of
 from kvant.models.select import choose
 from kvant.models.stored import NotStored, Stored, read_stored
 from kvant.models.weights import quantized_weight_bytes
+from kvant.plan.plan import PlanRequest
 from kvant.weights.codecs import decode, encode, encode_stack
 from kvant.weights.format import FP8_BLOCK
 from tests.attention import driver
-from tests.models import loading, tiny
+from tests.models import families, loading, tiny
+from tests.models.loading import CPU_FACTS
+from tests.models.tiny_narrow import DIALECTS
 from tests.models.tiny_narrow_experts import SIZES, build, build_mxfp4, change, wide
+from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
 TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
@@ -132,6 +137,77 @@ def test_mxfp4_experts_compute_what_their_numbers_do(only: ForwardInfo, tmp_path
         if isinstance(part, NarrowExperts):
             exact = numbers[f"{name}.gate_up_proj"].transpose(1, 2)
             assert torch.equal(decode(part.gate_up.one(2)), exact[2])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_experts_that_do_not_run_as_stored_are_decoded_to_the_same_numbers(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect)
+    for device in (CPU_FACTS, GPU):
+        assert plan_of(PlanRequest(str(path), device)).can_run
+    found = plan_of(PlanRequest(str(path), CPU_FACTS))
+    assert found.forward.stored is None
+    assert str(found.target.narrow).startswith("decoded while they are loaded: ")
+    module = load_model(
+        path, found.target.kv, found.target.geometry, found.forward, device=torch.device("cpu")
+    )._module
+    for name, weight in module.named_parameters():
+        expected = numbers.get(name)
+        if name.endswith("experts.gate_up_proj"):
+            expected = torch.cat([_stacked(numbers, name, one) for one in _GATED], 1)
+        elif name.endswith("experts.down_proj"):
+            expected = _stacked(numbers, name, "down_proj")
+        assert expected is not None
+        assert torch.equal(weight, expected), name
+
+
+_GATED = ("gate_proj", "up_proj")
+
+
+def _stacked(numbers: dict[str, Tensor], name: str, product: str) -> Tensor:
+    experts = name.rpartition(".")[0]
+    return torch.stack([numbers[f"{experts}.{index}.{product}.weight"] for index in range(4)])
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_scale_inv", "gate_up_proj.weight_scale"])
+def test_codes_of_joined_experts_are_refused_by_plan_and_start(name: str, tmp_path: Path) -> None:
+    path, _ = build(tmp_path, "fp8 block")
+
+    def join(tensors: dict[str, Tensor]) -> None:
+        at = "model.layers.1.mlp.experts"
+        for short, joined in (("weight", "gate_up_proj"), ("weight_scale_inv", name)):
+            apart = [
+                torch.cat([tensors.pop(f"{at}.{index}.{one}.{short}") for one in _GATED])
+                for index in range(4)
+            ]
+            tensors[f"{at}.{joined}"] = torch.stack(apart)
+
+    planned = plan_of(PlanRequest(str(change(path, join)), CPU_FACTS))
+    assert not planned.can_run
+    says = r"1\.mlp\.experts\.gate_up_proj has the dtype F8_E4M3"
+    with pytest.raises(BadCheckpoint, match=says) as refused:
+        LLM(path, kv_cache_memory="1MiB")
+    assert refused.value.ways_out
+
+
+@pytest.mark.parametrize("quantization", [Quantization.FP8, Quantization.INT8, Quantization.INT4])
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_model_without_shared_experts_is_rounded(
+    only: ForwardInfo, quantization: Quantization, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "n_shared_experts": 0}
+    families.build("dots1", tmp_path, **sizes)
+    found = plan_of(
+        PlanRequest(str(tmp_path), GPU, quantization=quantization, dtype=ComputeDtype.BFLOAT16)
+    )
+    assert found.can_run
+    geometry = found.target.geometry
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    model = loading.load(tmp_path, plan, geometry, quantization=quantization, only=only)
+    expected = rounded(tmp_path, quantization)
+    assert (logits(model) - expected).abs().max() < 3e-5 * expected.abs().max()
 
 
 def _missing(tensors: dict[str, Tensor]) -> None:

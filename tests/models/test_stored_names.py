@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,10 +19,13 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.geometry.fields import Fields
+from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.geometry.weight_names import by_precedence, gptq_left_alone, names_chosen
+from kvant.models.geometry.weight_recipe import Recipe, arguments, read_recipe
 from kvant.models.load import load_model
 from kvant.models.stored import Stored, declared_weights, refuse_unreadable
 from kvant.plan.plan import Plan, PlanRequest
+from tests.models import families
 from tests.models.tiny_narrow import DIALECTS, build
 from tests.planned import plan_of
 
@@ -295,3 +299,141 @@ def test_a_strategy_without_its_size_is_refused(strategy: str) -> None:
     refused = refuse_unreadable({"quantization_config": declared})
     assert refused is not None
     assert "is missing" in refused.what
+
+
+_PATHS = [
+    f"model.layers.{index}.{part}"
+    for index in (1, 11)
+    for part in ("self_attn.q_proj", "mlp.gate_proj", "mlp.gate", "mlp.shared_expert_gate")
+]
+
+
+@pytest.mark.parametrize("method", ["awq", "fp8"])
+@pytest.mark.parametrize(
+    ("pattern", "left"),
+    [
+        ("gate", r".*gate"),
+        ("mlp.gate", r".*mlp\.gate"),
+        ("model.layers.1", r"model\.layers\.1\..*"),
+        ("model.layers.1.self_attn", r"model\.layers\.1\.self_attn.*"),
+        ("model.layers.*.mlp.gate", r".*mlp\.gate"),
+        (r".*\.(?:gate|q_proj)", r".*\.(?:gate|q_proj)"),
+        ("q_proj|k_proj", "nothing"),
+        ("model.layers.1.mlp.gate_proj", r"model\.layers\.1\.mlp\.gate_proj"),
+        ("_proj", ".*_proj"),
+    ],
+)
+def test_a_layer_that_transformers_does_not_convert_is_left_alone(
+    pattern: str, left: str, method: str
+) -> None:
+    """As `should_convert_module` of transformers 5.23 decides."""
+    declared = {"quant_method": method, "bits": 4, "modules_to_not_convert": [pattern]}
+    stored = declared_weights({"model_type": "llama", "quantization_config": declared})
+    recipe = read_recipe({"quantization_config": declared})
+    assert isinstance(stored, Stored)
+    assert isinstance(recipe, Recipe)
+    for name in _PATHS:
+        is_narrow = re.fullmatch(left, name) is None
+        assert (stored.scheme(name) is not None) is is_narrow, name
+        weight = Weight(name, WeightKind.LINEAR, 128, 128)
+        assert (recipe.stored_bytes(weight) is not None) is is_narrow, name
+
+
+@pytest.mark.parametrize("pattern", ["self_attn", "layers.1.self_attn", "*.q_proj", "*q_proj"])
+def test_parts_of_names_and_wildcards_leave_layers_alone_too(pattern: str) -> None:
+    declared = {"quant_method": "awq", "bits": 4, "modules_to_not_convert": [pattern]}
+    stored = declared_weights({"model_type": "llama", "quantization_config": declared})
+    assert isinstance(stored, Stored)
+    assert stored.scheme("model.layers.1.self_attn.q_proj") is None
+    assert stored.scheme("model.layers.1.mlp.up_proj") is not None
+
+
+@pytest.mark.parametrize(
+    ("left_out", "dialect"),
+    [
+        (("strategy",), "ct int4"),
+        (("strategy", "type"), "ct int4 zero points"),
+        (("strategy",), "ct fp8 tensor"),
+        (("type", "num_bits"), "ct int8"),
+        (("strategy",), "ct nvfp4"),
+    ],
+)
+def test_fields_that_are_left_out_are_as_in_compressed_tensors(
+    left_out: tuple[str, ...], dialect: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect, num_hidden_layers=1)
+
+    def change(config: dict[str, Any]) -> None:
+        weights = dict(config["quantization_config"]["config_groups"]["group_0"]["weights"])
+        for field in left_out:
+            del weights[field]
+        config["quantization_config"]["config_groups"] = {
+            "group_0": {"targets": ["Linear"], "weights": weights}
+        }
+        meant = QuantizationArgs(**weights)
+        for field in left_out:
+            found = arguments(Fields({"weights": weights}), "weights")
+            assert found is not None
+            assert found.raw(field) == getattr(meant, field)
+
+    _change(path, change)
+    _check(path, numbers)
+
+
+@pytest.mark.parametrize(("size", "strategy"), [(None, "tensor"), (-1, "channel"), (64, "group")])
+def test_a_group_size_says_the_strategy(size: int | None, strategy: str) -> None:
+    weights = {} if size is None else {"group_size": size}
+    found = arguments(Fields({"weights": weights}), "weights")
+    assert found is not None
+    assert found.text("strategy") == strategy == QuantizationArgs(**weights).strategy
+
+
+def _lose_codes(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight_packed"]
+
+
+def _widen_one(tensors: dict[str, Tensor]) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.1.mlp.up_proj.")]:
+        del tensors[name]
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.randn(128, 128)
+
+
+def _narrow_embedding(tensors: dict[str, Tensor]) -> None:
+    del tensors["model.embed_tokens.weight"]
+    for short in ("weight_packed", "weight_scale", "weight_shape"):
+        found = tensors[f"model.layers.1.mlp.up_proj.{short}"]
+        tensors[f"model.embed_tokens.{short}"] = found.clone()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_lose_codes, "model.layers.1.mlp.up_proj.weight_packed"),
+        (_widen_one, "model.layers.1.mlp.up_proj.weight_packed"),
+        (_narrow_embedding, "model.embed_tokens.weight_packed"),
+    ],
+)
+def test_broken_layers_of_a_probed_family_are_refused_in_planning_and_at_start(
+    change: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path
+) -> None:
+    families.build("stablelm", tmp_path, hidden_size=128, intermediate_size=128)
+    declared, make = DIALECTS["ct int4"]
+    generator = torch.Generator().manual_seed(0)
+
+    def narrow(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight")]:
+            stored, _ = make(tensors.pop(name), generator)
+            layer = name.removesuffix(".weight")
+            tensors.update({f"{layer}.{short}": one for short, one in stored.items()})
+
+    _rewrite(tmp_path, narrow)
+    _change(tmp_path, lambda config: config.update({"quantization_config": declared}))
+    assert _plan(tmp_path).can_run
+    _rewrite(tmp_path, change)
+    planned = _plan(tmp_path)
+    assert not planned.can_run
+    assert planned.audit is not None
+    assert any(says in line for line in planned.audit.faults)
+    with pytest.raises(BadCheckpoint, match=re.escape(says)) as refused:
+        LLM(tmp_path, kv_cache_memory="1MiB")
+    assert refused.value.ways_out

@@ -81,12 +81,14 @@ class Probed:
     """The result of a probe. parameters: names and shapes of all weights, including towers.
 
     stored: the same of the tensors in files as transformers writes them, with kept buffers; () if there are
-    no others.
+    no others. linear, embeddings: paths of modules of torch's classes.
     """
 
     geometry: ModelGeometry
     parameters: tuple[tuple[str, tuple[int, ...]], ...]
     stored: tuple[tuple[str, tuple[int, ...]], ...]
+    linear: tuple[str, ...]
+    embeddings: tuple[str, ...]
 
     @property
     def num_weights(self) -> int:
@@ -150,7 +152,11 @@ def probe(config: Mapping[str, Any]) -> Probed:
         state_dtype=read_state_dtype(sections[1]),
     )
     weights = tuple((name, tuple(weight.shape)) for name, weight in module.named_parameters())
-    return Probed(geometry, weights, () if stored == weights else stored)
+    linear, embeddings = (
+        tuple(name for name, part in module.named_modules() if type(part) is kind)
+        for kind in (nn.Linear, nn.Embedding)
+    )
+    return Probed(geometry, weights, () if stored == weights else stored, linear, embeddings)
 
 
 def _stored(module: PreTrainedModel) -> tuple[tuple[str, tuple[int, ...]], ...]:

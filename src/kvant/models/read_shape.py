@@ -28,7 +28,7 @@ from kvant.models.geometry.read import read_geometry, refuse_absurd
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
-_FORM = 7
+_FORM = 8
 """Version of the stored form of a probe's result, and of what a probe examines."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
@@ -75,6 +75,8 @@ def _read(config: Mapping[str, Any]) -> ModelShape:
             probed.num_weights,
             probed.parameters,
             probed.stored,
+            probed.linear,
+            probed.embeddings,
         )
         _keep(config, found)
     return found
@@ -132,8 +134,11 @@ def _kept(config: Mapping[str, Any]) -> ModelShape | None:
             tuple((str(name), tuple(shape)) for name, shape in body[key])
             for key in ("parameters", "stored")
         )
+        linear, embeddings = (tuple(map(str, body[key])) for key in ("linear", "embeddings"))
         numbers = int(body["num_weights"])
-        return ModelShape(geometry, ShapeSource.PROBED, numbers, parameters, stored)
+        return ModelShape(
+            geometry, ShapeSource.PROBED, numbers, parameters, stored, linear, embeddings
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -158,6 +163,8 @@ def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
                     "num_weights": shape.num_weights,
                     "parameters": shape.parameters,
                     "stored": shape.stored,
+                    "linear": shape.linear,
+                    "embeddings": shape.embeddings,
                 }
             ),
             encoding="utf-8",

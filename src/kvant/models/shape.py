@@ -20,6 +20,7 @@ class ModelShape:
     """A model's shape. num_weights: elements of all weights. parameters: names and shapes, from a probe.
 
     stored: names and shapes of all tensors in files as transformers writes them, if they are others.
+    linear, embeddings: paths of a probed model's modules of torch's classes.
     """
 
     geometry: ModelGeometry
@@ -27,3 +28,5 @@ class ModelShape:
     num_weights: int | None = None
     parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    linear: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()

@@ -157,7 +157,7 @@ class Use:
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
     rounds_head: the head is rounded too, to int8. layers: path of the layers that are rounded. parameters:
     names and shapes of a probed model's weights. in_files: the same as transformers writes them to files, if
-    it converts them while it loads them.
+    it converts them while it loads them. linear, embeddings: paths of its modules of torch's classes.
     """
 
     declared: Stored | NotStored | None
@@ -171,6 +171,8 @@ class Use:
     layers: str = ""
     parameters: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
     in_files: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    linear: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
@@ -201,12 +203,14 @@ class _Model:
 
     dims: shapes by path without ".weight", of expert 0 for all experts. joined: shapes of experts that are
     stored together. is_whole: the files have all weights, so nothing reads their other tensors.
+    probed: weights of a probed model's linear layers, embeddings and experts 0, by path.
     """
 
     listed: Mapping[str, Weight] | None
     dims: Mapping[str, tuple[int, ...]]
     joined: Mapping[str, tuple[int, ...]]
     is_whole: bool = False
+    probed: Mapping[str, Weight] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(cls, use: Use) -> _Model:
@@ -224,11 +228,15 @@ class _Model:
             else:
                 joined[name] = shape
         listed = None if use.weights is None else {weight.name: weight for weight in use.weights}
-        return cls(listed, dims, joined)
+        return cls(listed, dims, joined, probed=_probed(use, joined))
 
     def weight(self, path: str) -> Weight | None:
         """Returns the weight that Kvant lists for a module."""
         return None if self.listed is None else self.listed.get(_first_expert(path))
+
+    def module(self, path: str) -> Weight | None:
+        """Returns the weight of a module, if Kvant lists or has probed it."""
+        return self.weight(path) or self.probed.get(_first_expert(path))
 
     def has(self, name: str) -> bool:
         """Returns whether a tensor belongs to a module of the model that has a weight."""
@@ -245,6 +253,30 @@ class _Model:
             return None if shape in (wanted, (first, *reversed(others))) else wanted
         wanted_here = self.dims.get(_first_expert(path))
         return None if shape == wanted_here else wanted_here
+
+
+def _probed(use: Use, joined: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
+    """Returns the weights of a probed model that a format may make narrow, by path."""
+    found: dict[str, Weight] = {}
+    if use.weights is not None:
+        return found
+    for kind, paths in ((WeightKind.LINEAR, use.linear), (WeightKind.EMBEDDING, use.embeddings)):
+        for path in paths:
+            shape = use.parameters.get(f"{path}.weight")
+            if shape is not None:
+                rows, columns = shape
+                found[path] = Weight(path, kind, rows, columns)
+    for name, shape in use.parameters.items():
+        if _EXPERT_0.match(path := name.removesuffix(".weight")) and len(shape) == 2:
+            rows, columns = shape
+            found[path] = Weight(path, WeightKind.EXPERT, rows, columns)
+    for name, (count, down, along) in joined.items():
+        experts, _, product = name.rpartition(".")
+        apart = [one for one, stack in _JOINED_AS.items() if stack == product] or [product]
+        for one in apart:
+            path = f"{experts}.0.{one}"
+            found[path] = Weight(path, WeightKind.EXPERT, down // len(apart), along, count)
+    return found
 
 
 def _as_in_files(tensors: Tensors, use: Use) -> Use:
@@ -301,6 +333,7 @@ def _are_names(parameters: Collection[str], tensors: Tensors) -> bool:
 
 _EMBEDDING = "embeddings with narrow weights are read from GGUF files alone"
 _WIDE_EMBEDDING = WayOut("take a checkpoint whose embedding has 16 bits")
+_APART = WayOut("take a checkpoint that stores each expert by itself")
 _TIED = "config.json ties the head to the embedding, and the head's codes would not be used"
 _UNTIE = WayOut('if the head has its own weight, set "tie_word_embeddings" to false in config.json')
 
@@ -378,7 +411,7 @@ def _layer(
     layer: str, names: list[str], tensors: Tensors, use: Use, model: _Model
 ) -> Iterator[TensorUse]:
     """Yields the tensors of one module, missing ones included."""
-    weight = model.weight(layer)
+    weight = model.module(layer)
     declared = use.declared if isinstance(use.declared, Stored) else None
     read = use.stored or declared
     scheme = None if read is None else read.scheme(layer)
@@ -410,10 +443,10 @@ def _refuse_embedding(
     layer: str, weight: Weight | None, scheme: Scheme, model: _Model
 ) -> tuple[str, WayOut] | None:
     """Returns why a module's codes are not read, and a way out: those of embeddings, and of tied heads."""
-    if scheme.dialect is Dialect.GGUF or model.listed is None:
+    if scheme.dialect is Dialect.GGUF or not model.dims:
         return None
     if _is_head(layer):
-        return None if weight is not None else (_TIED, _UNTIE)
+        return None if layer in model.dims else (_TIED, _UNTIE)
     is_embedding = weight is not None and weight.kind is WeightKind.EMBEDDING
     return (_EMBEDDING, _WIDE_EMBEDDING) if is_embedding else None
 
@@ -540,6 +573,8 @@ def _is_narrow(
     """Whether a scheme, which may be declared for all modules, is that of this module."""
     if scheme.dialect is Dialect.GGUF:
         return any(tensors[name][0] == "U8" for name in names)
+    if weight is not None and not weight.rows * weight.columns:
+        return False
     if weight is not None and (weight.is_product or _is_head(layer)):
         return True
     shorts = {name.rpartition(".")[2] for name in names}
@@ -682,6 +717,11 @@ def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -
     fault: BadCheckpoint | None = None
     if model.is_whole and not model.has(name):
         because, state = "the model that runs has no such weight", TensorState.UNUSED
+    elif _JOINED_EXPERTS.search(name) and dtype not in _WIDE:
+        because = "its codes would be taken for numbers: scales of joined experts are not read"
+        state = TensorState.WRONG
+        what = f"{name} has the dtype {dtype}"
+        fault = BadCheckpoint(what, why=because, ways_out=(_APART,))
     elif isinstance(use.declared, NotStored) and dtype not in _WIDE:
         because, scales = f"left to transformers: {use.declared.reason}", use.declared.scales
         lacks = scales and not any(f"{layer}.{short}" in tensors for short in scales)

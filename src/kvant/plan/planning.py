@@ -275,6 +275,8 @@ def _audit(
             layers=place_of_layers(target.geometry),
             parameters=dict(target.parameters),
             in_files=dict(() if facts.shape is None else facts.shape.stored),
+            linear=() if facts.shape is None else facts.shape.linear,
+            embeddings=() if facts.shape is None else facts.shape.embeddings,
         ),
     )
 

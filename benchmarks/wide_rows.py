@@ -23,7 +23,7 @@ from benchmarks.command import run_command
 from kvant.cli.output import OutFile, write_json
 from kvant.engine.llm import LLM
 from kvant.execution.runner import ModelRunner
-from kvant.kv.groups import bytes_per_token_at
+from kvant.kv.groups import bits_per_value_at, bytes_per_token_at
 from kvant.kv.names import parse_format, parse_sides
 from kvant.kv.request import Asked, AskedWide, KVRequest
 from kvant.kv.spec import KVPlan
@@ -93,14 +93,13 @@ def wide_rows(
                 sys.stderr.write(f"{context} {' '.join(key)}: {parts[key][-1].kl.mean():.5f}\n")
         for (name, pair), measured in parts.items():
             plan = plans[name, pair]
-            each = bytes_per_token_at(plan, context)
             found.append(
                 {
                     "format": name,
                     "rows": pair,
                     "context": context,
-                    "bytes_per_token": round(each),
-                    "bits": round(16 * each / plan.bytes_per_token_16bit, 4),
+                    "bytes_per_token": round(bytes_per_token_at(plan, context)),
+                    "bits": round(bits_per_value_at(plan, context), 4),
                     **asdict(statistics_of(join(measured))),
                 }
             )

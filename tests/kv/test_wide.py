@@ -11,7 +11,15 @@ from kvant.errors import BadValue, ConfigError
 from kvant.kv.checkpoint.facts import CheckpointKV
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
-from kvant.kv.groups import Owner, bytes_per_token_at, lay_out, most_pages
+from kvant.kv.groups import (
+    Owner,
+    bits_per_value_at,
+    bytes_per_token_at,
+    depends_on_length,
+    kept_tokens,
+    lay_out,
+    most_pages,
+)
 from kvant.kv.names import SideRequests, parse_sides
 from kvant.kv.pool import Arena, KVPool
 from kvant.kv.request import AskedWide, KVRequest, Selector, WideRule, parse_rule
@@ -102,7 +110,7 @@ def test_one_side_alone_is_wide_and_the_other_lies_beside_it_as_it_is(side: str)
     assert spec.wide_spec.v is not None
     stored = {"k": spec.wide_spec.k.dtype, "v": spec.wide_spec.v.dtype}
     assert stored == {"k": INT4, "v": INT4} | {side: KVDtype.BFLOAT16}
-    narrow, both = planned(recent=0).bytes_per_token, bytes_per_token_at(planned(), 8192)
+    narrow, both = (bytes_per_token_at(planned(recent=n), 8192) for n in (0, 128))
     more, most = bytes_per_token_at(plan, 8192) - narrow, both - narrow
     assert more == most * (2 * 64 + 32 + 4) / (2 * 2 * 64), "two bytes, and four bits and a scale"
 
@@ -183,13 +191,29 @@ def test_wide_rows_lie_in_a_group_of_their_own_and_share_no_byte() -> None:
 
 def test_bytes_of_a_sequence_count_its_wide_pages() -> None:
     plan = planned()
-    narrow = plan.bytes_per_token
+    narrow = bytes_per_token_at(planned(recent=0), 8192)
     wide = 3 * 2 * 2 * 64 * 2  # layers, heads, sides, numbers, bytes
     pages = most_pages(128, 8192, 1, 16, SINK_TOKENS)
     assert pages == 9 + 1
     assert bytes_per_token_at(plan, 8192) == narrow + pages * 16 * wide / 8192
-    assert bytes_per_token_at(plan, 16) == narrow + wide
-    assert bytes_per_token_at(planned(recent=0), 16) == narrow
+    assert bytes_per_token_at(plan, 16) == plan.bytes_per_token + wide
+    assert bytes_per_token_at(planned(recent=0), 16) == plan.bytes_per_token
+
+
+def test_layers_with_windows_count_the_rows_that_they_keep() -> None:
+    """Windows of 128 tokens lie in up to 9 pages of 16. Three of the six layers have one."""
+    plan = planned(recent=0)
+    each = plan.layers[1].bytes_per_token
+    assert plan.bytes_per_token == 6 * each
+    kept = [kept_tokens(plan, plan.layers[1], length) for length in (100, 128, 129, 1024)]
+    assert kept == [100, 128, 129, 144]
+    assert kept_tokens(plan, plan.layers[0], 1024) == 1024
+    assert bytes_per_token_at(plan, 100) == 6 * each
+    assert bytes_per_token_at(plan, 1024) == 3 * each * (1024 + 144) / 1024
+    assert bits_per_value_at(plan, 100) == bits_per_value_at(plan, 1024) == 4.5
+    assert not depends_on_length(plan, 144)
+    assert depends_on_length(plan, 145)
+    assert depends_on_length(plan)
 
 
 def test_first_pages_count_beside_a_window() -> None:

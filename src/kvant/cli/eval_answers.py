@@ -123,7 +123,7 @@ def tasks(
             "--dtype", dtype, "--device", device, "--kv-cache-dtype", str(one),
             "--max-model-len", str(length), "--max-num-seqs", "8",
             "--attention-backend", attention_backend,
-            "--kv-cache-memory", str(round(8 * (length + 64) * size)),
+            "--kv-cache-memory", str(round(8 * (length + 64) * max(size, plan.bytes_per_token))),
             *_row_flags(kept),
             *(() if overrides is None else ("--hf-overrides", overrides)),
             # lm-eval gives up on a refusal, so all its requests may wait.

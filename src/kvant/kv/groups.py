@@ -186,9 +186,39 @@ def sequences_that_fit(
 
 
 def bytes_per_token_at(plan: KVPlan, num_tokens: int) -> float:
-    """Bytes per token of a sequence of this length: its rows, and its share of its wide rows' pages."""
-    wide = sum(wide_bytes_at(layer, plan.page_size, num_tokens) for layer in plan.layers)
-    return plan.bytes_per_token + wide / num_tokens
+    """Bytes per token of a sequence of this length: the rows that layers keep, and pages of wide rows."""
+    sizes = (
+        kept_tokens(plan, layer, num_tokens) * layer.bytes_per_token
+        + wide_bytes_at(layer, plan.page_size, num_tokens)
+        for layer in plan.layers
+    )
+    return sum(sizes) / num_tokens
+
+
+def bits_per_value_at(plan: KVPlan, num_tokens: int) -> float:
+    """Bits per kept value of a sequence of this length, scales and wide rows included."""
+    values = sum(
+        kept_tokens(plan, layer, num_tokens) * layer.bytes_per_token_16bit for layer in plan.layers
+    )
+    return 16 * bytes_per_token_at(plan, num_tokens) * num_tokens / values
+
+
+def depends_on_length(plan: KVPlan, num_tokens: int = LONGEST) -> bool:
+    """Whether a sequence of this length has other bytes per token than a short one."""
+    return plan.has_wide_rows or any(
+        kept_tokens(plan, layer, num_tokens) < num_tokens for layer in plan.layers
+    )
+
+
+def kept_tokens(plan: KVPlan, layer: LayerSpec, num_tokens: int) -> int:
+    """Tokens of a decoding sequence of this length whose rows a layer keeps, without its wide rows.
+
+    A layer with a window keeps whole pages of it, and every token beside recurrent states.
+    """
+    window = None if plan.has_states else _kept(plan, layer)
+    if window is None:
+        return num_tokens
+    return min(num_tokens, most_pages(window, num_tokens, 1, plan.page_size) * plan.page_size)
 
 
 def wide_bytes_at(layer: LayerSpec, page_size: int, num_tokens: int) -> int:

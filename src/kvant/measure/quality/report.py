@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvant.kv.groups import bytes_per_token_at
+from kvant.kv.groups import bits_per_value_at, bytes_per_token_at, depends_on_length
 from kvant.kv.spec import KVPlan
 from kvant.measure.quality import generation
 from kvant.measure.quality.compare import Compared, mean_by_position
@@ -39,7 +39,7 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
             "contexts": {
                 str(context): {
                     **_statistics(found[name], context),
-                    **(_bytes(plan, context) if plan.has_wide_rows else {}),
+                    **(_bytes(plan, context) if depends_on_length(plan) else {}),
                     "by_position": mean_by_position(found[name], context),
                 }
                 for context, found in by_context.items()
@@ -62,7 +62,7 @@ def report(evaluation: Evaluation, parts: Mapping[str, Arrays]) -> dict[str, Any
         "schema": SCHEMA,
         "model": evaluation.llm.planned.target.local.name,
         "baseline": ", ".join(who.baseline.formats),
-        "baseline_bytes_per_token": who.baseline.bytes_per_token,
+        "baseline_bytes_per_token": round(bytes_per_token_at(who.baseline, extent.contexts[-1])),
         "compute_dtype": who.baseline.compute_dtype.value,
         "text": {"name": text.name, "sha256": text.sha256, "tokens": len(text.token_ids)},
         "contexts": list(extent.contexts),
@@ -115,10 +115,9 @@ def pareto(formats: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def _bytes(plan: KVPlan, context: int) -> dict[str, Any]:
     """Returns the size of a sequence of `context` tokens, including wide rows."""
-    each = bytes_per_token_at(plan, context)
     return {
-        "bytes_per_token": round(each),
-        "bits_per_value": round(16 * each / plan.bytes_per_token_16bit, 4),
+        "bytes_per_token": round(bytes_per_token_at(plan, context)),
+        "bits_per_value": round(bits_per_value_at(plan, context), 4),
         **({"bytes_per_sequence": plan.bytes_per_sequence} if plan.has_states else {}),
     }
 

@@ -29,8 +29,18 @@ def model_files(path: Path) -> list[tuple[str, int, int]]:
 
 
 def measured_by(llm: LLM) -> dict[str, object]:
-    """Returns what figures depend on beside text and formats: version, files of the model, device, plan."""
+    """Returns what figures depend on beside text and formats: version, files of the model, device, plan.
+
+    Also how environment variables and options change the model, where they do.
+    """
+    request, forward = llm.planned.request, llm.planned.forward
+    changes = {
+        "overrides": request.overrides,
+        "quantization": forward.quantization,
+        "activations": forward.activations,
+    }
     return {
+        **{name: str(change) for name, change in changes.items() if change is not None},
         "kvant": __version__,
         "files": model_files(llm.model_path),
         "device": str(runner_of(llm).device),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvant.engine.llm import LLM
     from kvant.kv.request import AskedWide
     from kvant.measure.quality.kept import Kept
+    from kvant.plan.plan import Plan
 
 
 _FEW_TOKENS = 256
@@ -118,15 +119,16 @@ def measured_llm(
     *,
     attention_backend: str = "auto",
     hf_overrides: str | None = None,
+    check: Callable[[Plan], None] | None = None,
 ) -> LLM:
     """Loads a model with few pages, since measurements build engines with pages of their own.
 
+    check: raises ConfigError for a plan that the measurement cannot use; called before weights are loaded.
     Raises NotServable for a model without a tokenizer: measurements read text.
     """
     from rich.console import Console
 
     from kvant.engine.build import plan_engine
-    from kvant.engine.llm import LLM
     from kvant.plan.config import config_of
 
     config = config_of(
@@ -142,7 +144,12 @@ def measured_llm(
         },
     )
     with bars(Console(stderr=True)) as progress:
-        few = plan_engine(config, progress=progress).bytes_for(_FEW_TOKENS)
+        planned = plan_engine(config, progress=progress)
+        if check is not None:
+            check(planned)
+        from kvant.engine.llm import LLM  # it imports torch
+
+        few = planned.bytes_for(_FEW_TOKENS)
         config = replace(config, plan=replace(config.plan, kv_cache_bytes=few))
         llm = LLM.from_config(config, progress=progress)
     if llm.tokenizing is None:

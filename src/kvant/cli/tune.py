@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvant.kv.format import Side
     from kvant.kv.request import AskedWide
     from kvant.measure.tuning.tune import Tuned
+    from kvant.plan.plan import Plan
 
 RECENT = (48, 112, 176, 240, 368, 496, 752, 1008)
 """Numbers of last tokens that layers may store wide by default. With 16 first ones they fill pages of 16."""
@@ -147,16 +148,24 @@ def tune(
     wait_without_spinning()  # before torch is imported
     from kvant.kv.names import parse_format
     from kvant.measure.facts import command_line, measurement_facts
-    from kvant.measure.quality.kept import measured_by
-    from kvant.measure.quality.texts import read_text
-    from kvant.measure.tuning.policy_file import policy_text, report
-    from kvant.measure.tuning.tune import Tuner, divide_text, rows_to_choose
+    from kvant.measure.tuning.checks import check_tunable, rows_to_choose
 
     candidates = _formats(formats)
     uniform = [parse_format(name, asked_by="--beside") for name in beside or ()]
     rows = _rows(recent, sink, recent_formats, verify_context or context, context)
-    llm = measured_llm(model, dtype, device)
-    rows = rows_to_choose(llm, rows, named=recent is not None)
+    named = recent is not None
+
+    def check(planned: Plan) -> None:
+        check_tunable(planned, costs)
+        rows_to_choose(planned, rows, named=named)
+
+    llm = measured_llm(model, dtype, device, check=check)
+    from kvant.measure.quality.kept import measured_by
+    from kvant.measure.quality.texts import read_text
+    from kvant.measure.tuning.policy_file import policy_text, report
+    from kvant.measure.tuning.tune import Tuner, divide_text
+
+    rows = rows_to_choose(llm.planned, rows, named=named)
     read = read_text(text, llm)
     lesson = divide_text(read, llm, context, tokens, verify_tokens, verify_context)
     inputs = {
@@ -260,6 +269,7 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
     from rich.table import Table
 
     from kvant.kv.format import Side
+    from kvant.kv.groups import depends_on_length
     from kvant.measure.tuning.policy_file import explain, name_of
     from kvant.measure.tuning.tune import described
 
@@ -301,7 +311,7 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
         f"[dim]{body['model']} on {tuned.policy.figures.positions:,} positions that were held out; uniform "
         "formats without their wide ends; KL in nats[/]"
     )
-    if wide:
+    if depends_on_length(tuned.plan, tuned.length):
         console.print(f"[dim]bytes are those of a sequence of {tuned.length:,} tokens[/]")
     narrow, equal = tuned.best_without_rows, tuned.as_good
     for other, which in (

@@ -11,20 +11,21 @@ import pytest
 import torch
 import yaml
 
+from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.cli.tune import RECENT, _budget, _formats, _rows
 from kvant.engine.llm import LLM
 from kvant.errors import BadValue, NotServable
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
-from kvant.kv.groups import bytes_per_token_at
+from kvant.kv.groups import bits_per_value_at, bytes_per_token_at, most_pages
 from kvant.kv.names import FormatRequest, SideRequests, parse_sides
 from kvant.kv.policy import read_policy
-from kvant.kv.request import AskedWide, check_request
+from kvant.kv.request import AskedWide, Requests, check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
+from kvant.measure.tuning.checks import check_tunable, rows_to_choose
 from kvant.measure.tuning.costs import Costs
-from kvant.measure.tuning.gradients import check_gradients
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
 from kvant.measure.tuning.search import Option, best_within, fewest_bytes, least_kl
 from kvant.measure.tuning.tune import (
@@ -34,10 +35,12 @@ from kvant.measure.tuning.tune import (
     between,
     divide_text,
     plan_of_uniform,
-    rows_to_choose,
 )
+from kvant.plan.plan import PlanRequest
+from tests.cli.command import kvant
 from tests.engine import tiny_chat
 from tests.models import families
+from tests.planned import plan_of
 
 DTYPES = [
     KVDtype.INT8_PER_TOKEN_HEAD,
@@ -298,14 +301,60 @@ def test_layers_with_windows_have_no_wide_rows(tmp_path: Path) -> None:
     assert tuned.plan.has_wide_rows
 
 
+def test_bytes_of_layers_with_windows_are_those_of_the_plan(tmp_path: Path) -> None:
+    """Two of four layers keep a window of 12 tokens in whole pages; the others keep all 256."""
+    path = tiny_chat.build(tmp_path, family="gemma3")
+    llm = LLM(path, dtype="float32", kv_cache_memory="2MiB")
+    text = tmp_path / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    lesson = divide_text(read_text(text, llm), llm, 64, 64, 256, 256)
+    rows = [None, ask_wide(16, 16, None, asked_by="test")]
+    formats = [(side, dtype) for side in Side for dtype in DTYPES[:2]]
+    beside = [FormatRequest(dtype, dtype) for dtype in DTYPES[:2]]
+    kept = Kept(tmp_path, {})
+    made = Tuner(llm, lesson, formats, kept, lambda *_: None, beside, rows)
+    tuned = made.for_bits(9.0)
+
+    def planned_bytes(policy: Path) -> int:
+        """Bytes of a decoding sequence, by the groups that `kvant plan` shows."""
+        request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=llm.plan.compute_dtype)
+        asked = Requests(target=read_policy(policy).target)
+        plan = plan_of(replace(request, requests=asked, max_model_len=256))
+        size = plan.limits.page_size
+        pages = [most_pages(one.window, 256, 1, size, one.sink) for one in plan.groups]
+        assert len(pages) > 1
+        return sum(
+            count * size * one.bytes_per_token
+            for count, one in zip(pages, plan.groups, strict=True)
+        )
+
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(policy_text(tuned, llm.planned.target.geometry, "tiny", "kvant tune"))
+    assert "Bits are those of 256 tokens" in policy.read_text()
+    assert tuned.chosen.bytes == planned_bytes(policy)
+    assert tuned.policy.bytes_per_token == round(tuned.chosen.bytes / 256)
+    assert tuned.policy.bits <= 9.0
+    spans = {spec.geometry.window: spec.bytes_per_token for spec in made.wide.layers}
+    assert len(spans) == 2
+    each = spans[None]  # 32 bits a value
+    assert made.stored_bytes(made.wide) == round(2 * each * (256 + 32) / 256)
+    assert bits_per_value_at(made.wide, 256) == 32
+    for one in tuned.uniform:
+        if one.rows is None:
+            assert one.bits == {"int8_per_token_head": 10, "int4_per_token_head": 6}[one.name]
+    with pytest.raises(BadValue, match=r"the narrowest policy has 6\.00 bits") as fault:
+        made.for_bits(5.9)
+    assert made.for_bits(float(fault.value.ways_out[0].arguments[1].removesuffix("bits")))
+
+
 def test_wide_rows_that_no_layer_can_store_are_no_choice(tmp_path: Path) -> None:
     """Hybrids release no page before a sequence ends, so an engine refuses wide rows for them."""
     families.build("qwen3_5_text", tmp_path)
     llm = LLM(tmp_path, dtype="float32", kv_cache_memory="4MiB", max_model_len=64)
     rows = [None, ask_wide(16, 16, None, asked_by="--kv-recent-tokens 16")]
-    assert rows_to_choose(llm, rows, named=False) == [None]
+    assert rows_to_choose(llm.planned, rows, named=False) == [None]
     with pytest.raises(BadValue, match="--kv-recent-tokens 16: no layer of") as fault:
-        rows_to_choose(llm, rows, named=True)
+        rows_to_choose(llm.planned, rows, named=True)
     assert [str(way) for way in fault.value.ways_out] == ["leave the option out"]
     int4 = FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)
     with pytest.raises(NotServable, match="recurrent"):  # a figure of what no engine stores
@@ -523,20 +572,97 @@ def test_estimated_costs_decide_a_policy_and_are_told(tuner: Tuner, tmp_path: Pa
     assert "estimated from gradients" in policy_text(tuned, geometry, "tiny", "kvant tune")
 
 
+_RECURRENT, _LATENTS = "qwen3_5_text", "deepseek_v3"
+_SHORT = ("--context", "64", "--tokens", "64", "--verify-tokens", "128")
+
+
+def _build(family: str, directory: Path) -> Path:
+    if family not in (_RECURRENT, _LATENTS):
+        return tiny_chat.build(directory, family=family)
+    families.build(family, directory / family)
+    return directory / family
+
+
+def _loads_nothing(*_: object, **__: object) -> None:
+    raise AssertionError("weights were loaded before the refusal")
+
+
 @pytest.mark.parametrize(
-    ("family", "why"),
+    ("family", "why", "environment"),
     [
-        ("gemma2", "attention of layer 0 has a soft cap"),
-        ("gemma3n", "reads the rows of layer"),
-        ("qwen3_moe", "experts"),
+        ("gemma2", "attention of layer 0 has a soft cap", {}),
+        ("gpt_oss", "attention of layer 0 has sinks", {}),
+        ("gemma3n", "layer 2 reads the rows of layer 0", {}),
+        ("qwen3_moe", "which experts", {}),
+        (_RECURRENT, "recurrent layers", {}),
+        ("llama", "round weights or activations", {"KVANT_QUANTIZATION": "int8"}),
     ],
 )
-def test_models_without_gradients_are_refused(family: str, why: str, tmp_path: Path) -> None:
-    llm = LLM(tiny_chat.build(tmp_path, family=family), dtype="float32", kv_cache_memory="2MiB")
+def test_models_without_gradients_are_refused_before_they_are_loaded(
+    family: str,
+    why: str,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = _build(family, tmp_path)
+    monkeypatch.setattr(LLM, "from_config", _loads_nothing)
+    asked = ("tune", path, "--budget", "8bits", "--costs", "gradients", *_SHORT)
+    ran = kvant(*asked, env=environment)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"--costs gradients is not available for {path} here\n  why: " in ran.err
+    assert why in ran.err
+    assert "way out: measure each cost: --costs measured\n" in ran.err
+    assert ran.err.count("way out") == 1
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3n"])
+def test_models_without_gradients_are_tuned_with_measured_costs(
+    family: str, tmp_path: Path
+) -> None:
+    words = tmp_path / "words.txt"
+    words.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(30)))
+    text = ("--text", words, "--kv-format", "int4_per_token_head", "--beside", "fp8")
+    cache = {"KVANT_CACHE": str(tmp_path / "cache")}
+    asked = ("tune", _build(family, tmp_path), "--budget", "8bits", *_SHORT, *text)
+    ran = kvant(*asked, "--costs", "measured", "--format", "json", env=cache)
+    assert ran.code == 0, ran.err
+    assert json.loads(ran.out)["policy"]["bits"] <= 8
+
+
+def test_gradients_for_a_gpu_are_refused_by_the_plan(llm: LLM) -> None:
+    request = PlanRequest(str(llm.model_path), DeviceFacts(DeviceKind.CUDA, "sm_90"))
+    planned = plan_of(request)
+    check_tunable(planned, Costs.MEASURED)
     with pytest.raises(NotServable, match="--costs gradients is not available for") as fault:
-        check_gradients(llm)
-    assert why in fault.value.why
-    assert [way.arguments for way in fault.value.ways_out] == [("--costs", "measured")]
+        check_tunable(planned, Costs.GRADIENTS)
+    assert "runs on a GPU" in fault.value.why
+    measured, on_cpu = (way.arguments for way in fault.value.ways_out)
+    assert measured == ("--costs", "measured")
+    assert on_cpu == ("--device", "cpu")
+    check_tunable(plan_of(replace(request, device=DeviceFacts(DeviceKind.CPU))), Costs.GRADIENTS)
+
+
+@pytest.mark.parametrize("costs", list(Costs))
+def test_latents_are_refused_before_they_are_loaded(
+    costs: Costs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _build(_LATENTS, tmp_path)
+    monkeypatch.setattr(LLM, "from_config", _loads_nothing)
+    ran = kvant("tune", path, "--budget", "8bits", "--costs", costs.value, *_SHORT)
+    assert ran.code == 2
+    assert f"{path} cannot be tuned: it stores one latent instead of K and V" in ran.err
+    assert "way out: compare formats for all layers: kvant eval" in ran.err
+
+
+def test_wide_rows_that_no_layer_can_store_are_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _build("mistral", tmp_path)
+    monkeypatch.setattr(LLM, "from_config", _loads_nothing)
+    ran = kvant("tune", path, "--budget", "8bits", "--kv-recent-tokens", "16", *_SHORT)
+    assert ran.code == 2
+    assert f"--kv-recent-tokens 16: no layer of {path} can store wide rows" in ran.err
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])

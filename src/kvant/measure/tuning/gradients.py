@@ -22,7 +22,6 @@ from torch import Tensor
 
 from kvant.attention.base import AttentionParams, Step, StepCall
 from kvant.engine.llm import LLM
-from kvant.errors import NotServable, WayOut
 from kvant.kv.codecs import codec_for
 from kvant.kv.dtype import KVDtype
 from kvant.kv.format import Side
@@ -36,7 +35,6 @@ from kvant.models.forward_info import ForwardChoice
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
-from kvant.models.stored import lists_experts
 
 SAMPLES = 2
 """Backward passes per window, each for other next tokens."""
@@ -72,45 +70,11 @@ def stored_at(place: Place, plan: KVPlan) -> Stored:
     return Stored(place, choice.dtype, wide.dtype, (rows.sink, rows.recent))
 
 
-def check_gradients(llm: LLM) -> None:
-    """Raises NotServable, with measured costs as the way out, for a model without such estimates."""
-    reason = _refuse(llm)
-    if reason is not None:
-        raise NotServable(
-            f"--costs gradients is not available for {llm.planned.target.local.name} here",
-            why=reason,
-            ways_out=(WayOut("measure each cost", ("--costs", "measured")),),
-        )
-
-
-def _refuse(llm: LLM) -> str | None:
-    model, geometry = runner_of(llm).model, llm.planned.target.geometry
-    if model.device.type != "cpu":
-        return f"gradients are computed on a CPU, and the model runs on {model.device}"
-    if model.choice.quantization is not None or model.choice.activations is not None:
-        return "its products round weights or activations, which transformers' modules do not"
-    if geometry.has_states:
-        return "it has recurrent layers, of which Kvant has no gradients"
-    if lists_experts(llm.planned.target.config):
-        return "other errors choose other experts, which no gradient shows"
-    for layer in geometry.layers:
-        if layer.shared_with is not None:
-            return f"layer {layer.index} reads the rows of layer {layer.shared_with}"
-        for what, has in (
-            ("a soft cap", layer.softcap), ("sinks", layer.sinks), ("no causal mask", not layer.causal)
-        ):  # fmt: skip
-            if has:
-                return (
-                    f"attention of layer {layer.index} has {what}, of which Kvant has no gradients"
-                )
-    return None
-
-
 class Estimator:
     """Estimates costs by a second copy of the model, with decoded weights in transformers' modules.
 
     wide: the plan that stores the model dtype. plan_of: returns the plan that stores a format on one side of
-    every layer.
+    every layer. The model must be one that `checks.check_tunable` allows.
     """
 
     def __init__(self, llm: LLM, wide: KVPlan, plan_of: Callable[[Side, KVDtype], KVPlan]) -> None:
@@ -140,10 +104,13 @@ class Estimator:
             _step(len(ids)), _no_pages(self._wide, {}), (backend,) * len(self._wide.layers)
         )
         logits = self._model.forward_for_gradients(ids, call)
-        generator = torch.Generator().manual_seed(seed)
-        for sample in range(SAMPLES):
-            gradient = _of_drawn_tokens(logits, generator)
+        gradient, drawn = _draw(logits, torch.Generator().manual_seed(seed))
+        for sample, tokens in enumerate(drawn):
+            others = gradient.gather(1, tokens)
+            gradient.scatter_(1, tokens, others + 1)
+            gradient[-1] = 0  # no token follows the last one
             logits.backward(gradient, retain_graph=sample < SAMPLES - 1)  # type: ignore[no-untyped-call]
+            gradient.scatter_(1, tokens, others)
             told(len(ids))
         return {"costs": sums / (2 * SAMPLES * (len(ids) - 1))}
 
@@ -168,17 +135,18 @@ def _step(num_tokens: int) -> Step:
 
 
 @torch.no_grad()
-def _of_drawn_tokens(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Draws a token at each position but the last; returns the gradient of their log-likelihood by logits."""
-    found = torch.zeros_like(logits)
-    for part, rows in zip(
-        torch.split(logits[:-1], _QUERIES), torch.split(found[:-1], _QUERIES), strict=True
-    ):
-        likely = part.float().softmax(-1)
-        drawn = torch.multinomial(likely, 1, generator=generator)
-        rows.copy_(-likely)
-        rows.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=rows.dtype))
-    return found
+def _draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, list[Tensor]]:
+    """Draws next tokens: SAMPLES of int64 [T, 1].
+
+    Also returns the gradient of a token's log-likelihood by logits [T, vocab_size], without the 1 at that
+    token. It takes the memory of `logits`, which no backward pass reads.
+    """
+    gradient, drawn = logits.detach(), []
+    for some in torch.split(gradient, _QUERIES):
+        likely = some.float().softmax(-1)
+        drawn.append(torch.multinomial(likely, SAMPLES, replacement=True, generator=generator))
+        some.copy_(likely.neg_())
+    return gradient, list(torch.cat(drawn).split(1, dim=1))
 
 
 class _Gradients:
@@ -252,42 +220,37 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: _Layer) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.layer = layer
-        by_head, keys, values = _by_head(q, k), k.transpose(0, 1).float(), v.transpose(0, 1).float()
+        by_head, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
         out = torch.empty(*by_head.shape[:3], v.shape[2])
-        for some in _parts(q.shape[0]):
-            out[:, :, some] = (
-                _weights(by_head, keys, some, layer.params) @ values[:, None, : some.stop]
-            )
+        for some in _parts(q.shape[0], layer.params.window):
+            p = _weights(by_head, keys, some, layer.params)
+            out[:, :, some.queries] = some.split(p @ values[:, some.keys])
+        ctx.save_for_backward(q, k, v, out)
+        ctx.layer = layer
         return _by_token(out, q.dtype)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v = ctx.saved_tensors
+        q, k, v, out = ctx.saved_tensors
         layer: _Layer = ctx.layer
-        by_head, keys, values = _by_head(q, k), k.transpose(0, 1).float(), v.transpose(0, 1).float()
+        by_head, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
         from_out = _by_head(given[0], k)
+        # sum over keys of weight times its gradient
+        usual = (from_out * out).sum(-1, keepdim=True)
         from_q = torch.empty_like(by_head)
         found = {
             reach: {Side.K: torch.zeros_like(keys), Side.V: torch.zeros_like(values)}
             for reach in (_NONE, *layer.reaches)
         }
-        for some in _parts(q.shape[0]):
+        for some in _parts(q.shape[0], layer.params.window):
             p = _weights(by_head, keys, some, layer.params)
-            above, asking = from_out[:, :, some], by_head[:, :, some]
-            from_p = above @ values[:, None, : some.stop].mT
-            scores = p * (from_p - (p * from_p).sum(-1, keepdim=True)) * layer.params.scale
-            from_q[:, :, some] = scores @ keys[:, None, : some.stop]
-            distance, key = _distances(some)
-            for (first, last), gradients in found.items():
-                narrow = ((distance >= last) & (key >= first)).float()
-                gradients[Side.K][:, : some.stop] += (scores * narrow).flatten(
-                    1, 2
-                ).mT @ asking.flatten(1, 2)
-                gradients[Side.V][:, : some.stop] += (p * narrow).flatten(1, 2).mT @ above.flatten(
-                    1, 2
-                )
+            above, asking = (x[:, :, some.queries].flatten(1, 2) for x in (from_out, by_head))
+            scores = above @ values[:, some.keys].mT
+            scores -= usual[:, :, some.queries].flatten(1, 2)
+            scores *= p
+            scores *= layer.params.scale
+            from_q[:, :, some.queries] = some.split(scores @ keys[:, some.keys])
+            _add_products(found, some, {Side.K: (scores, asking), Side.V: (p, above)})
         tokens_first = {
             reach: {side: one.transpose(0, 1) for side, one in gradients.items()}
             for reach, gradients in found.items()
@@ -303,7 +266,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _by_head(x: Tensor, k: Tensor) -> Tensor:
-    """Returns x [T, num_q_heads, D] as float32 [num_kv_heads, queries per head, T, D]."""
+    """Returns x [T, num_heads, D] as float32 [num_kv_heads, heads per KV head, T, D]."""
     tokens, heads, size = x.shape
     grouped = x.float().reshape(tokens, k.shape[1], heads // k.shape[1], size)
     return grouped.permute(1, 2, 0, 3).contiguous()
@@ -313,22 +276,71 @@ def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2).to(dtype)
 
 
-def _parts(num_tokens: int) -> Iterator[slice]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Queries start .. stop, and the keys from `first` on that they see."""
+
+    start: int
+    stop: int
+    first: int
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.start, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.first, self.stop)
+
+    def split(self, rows: Tensor) -> Tensor:
+        """Returns rows [num_kv_heads, queries per head * queries, m] by query head."""
+        return rows.unflatten(1, (-1, self.stop - self.start))
+
+    def distances(self, keys: slice) -> Tensor:
+        """Returns how far these keys are behind the queries, [queries, keys]."""
+        return torch.arange(self.start, self.stop)[:, None] - torch.arange(keys.start, keys.stop)
+
+
+def _parts(num_tokens: int, window: int | None) -> Iterator[_Part]:
     for start in range(0, num_tokens, _QUERIES):
-        yield slice(start, min(start + _QUERIES, num_tokens))
+        first = 0 if window is None else max(0, start - window + 1)
+        yield _Part(start, min(start + _QUERIES, num_tokens), first)
 
 
-def _distances(some: slice) -> tuple[Tensor, Tensor]:
-    """Returns how far keys are behind queries, [n, m], and the keys' places, [m]."""
-    key = torch.arange(some.stop)
-    return torch.arange(some.start, some.stop)[:, None] - key, key
-
-
-def _weights(q: Tensor, k: Tensor, some: slice, params: AttentionParams) -> Tensor:
-    """Returns attention weights [num_kv_heads, queries per head, n, m] of some queries."""
-    distance, _ = _distances(some)
-    hidden = distance < 0
+def _weights(q: Tensor, k: Tensor, some: _Part, params: AttentionParams) -> Tensor:
+    """Returns attention weights [num_kv_heads, queries per head * queries, keys] of some queries."""
+    scores = q[:, :, some.queries].flatten(1, 2) @ k[:, some.keys].mT
+    scores *= params.scale
+    by_query = some.split(scores)
     if params.window is not None:
-        hidden |= distance >= params.window
-    scores = q[:, :, some] @ k[:, None, : some.stop].mT * params.scale
-    return scores.masked_fill_(hidden, -torch.inf).softmax(-1)
+        by_query.masked_fill_(some.distances(some.keys) >= params.window, -torch.inf)
+    later = by_query[..., some.start - some.first :]
+    later.masked_fill_(some.distances(some.queries) < 0, -torch.inf)
+    return scores.softmax(-1)
+
+
+def _add_products(
+    found: Mapping[Reach, Mapping[Side, Tensor]],
+    some: _Part,
+    factors: Mapping[Side, tuple[Tensor, Tensor]],
+) -> None:
+    """Adds gradients of rows by some queries, outside each reach.
+
+    factors: of each side [num_kv_heads, queries, keys] and [num_kv_heads, queries, D], whose product over
+    queries is added.
+    """
+    for side, (weights, rows) in factors.items():
+        whole = weights.mT @ rows
+        for (sink, recent), gradients in found.items():
+            if (sink, recent) == _NONE:
+                gradients[side][:, some.keys] += whole
+                continue
+            # All queries read narrow keys from `begin` to `far`, and some queries those from there to `end`.
+            begin = max(sink, some.first)
+            far = max(begin, some.start - recent + 1)
+            end = max(far, some.stop - recent)
+            gradients[side][:, begin:far] += whole[:, begin - some.first : far - some.first]
+            if end > far:
+                near = some.split(weights[:, :, far - some.first : end - some.first])
+                near = near * (some.distances(slice(far, end)) >= recent)
+                gradients[side][:, far:end] += near.flatten(1, 2).mT @ rows

@@ -11,6 +11,7 @@ from typing import Any
 from kvant.kv.dtype import PAIR_NAMES, Follow, KVDtype
 from kvant.kv.format import Side
 from kvant.kv.geometry import ModelGeometry
+from kvant.kv.groups import depends_on_length
 from kvant.kv.request import AskedWide
 from kvant.measure.tuning.costs import Costs
 from kvant.measure.tuning.search import Option
@@ -43,9 +44,10 @@ def policy_text(tuned: Tuned, geometry: ModelGeometry, model: str, made_by: str)
     )
     if best is not None:
         said += f" ({best.name} in every layer: {best.figures.kld_mean:.3g})"
+    if depends_on_length(tuned.plan, tuned.length):
+        said += f". Bits are those of {tuned.length:,} tokens"
+        said += ", with wide rows" if tuned.plan.has_wide_rows else ""
     rows = tuned.rows
-    if tuned.plan.has_wide_rows:
-        said += f". Bits are those of {tuned.length:,} tokens, with wide rows"
     lines = [f"# {line}" for line in textwrap.wrap(said + ".", 110, break_on_hyphens=False)]
     lines += [
         "# After a rule: what each format adds to the KL divergence in that layer and side alone"

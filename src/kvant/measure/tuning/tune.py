@@ -32,20 +32,19 @@ from kvant.engine.llm import LLM
 from kvant.errors import BadValue, ConfigError, WayOut
 from kvant.kv.dtype import Follow, KVDtype
 from kvant.kv.format import Side
-from kvant.kv.geometry import Attention
-from kvant.kv.groups import bytes_per_token_at, wide_bytes_at
+from kvant.kv.groups import bits_per_value_at, bytes_per_token_at, kept_tokens, wide_bytes_at
 from kvant.kv.names import FormatRequest, SideRequests, whole_formats
 from kvant.kv.request import Asked, AskedWide, KVRequest, WideRule, parse_selectors, rules_for
 from kvant.kv.spec import KVPlan
-from kvant.kv.wide import reads_all
 from kvant.measure.own_engine import plan_storing, runner_of
 from kvant.measure.quality.compare import Compared, kept_together, windows_at_once
 from kvant.measure.quality.evaluate import Part, batches, comparison, run_parts, unpack
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.kl_statistics import Statistics, join, statistics_of
 from kvant.measure.quality.texts import Text, windows
+from kvant.measure.tuning.checks import check_tunable, layers_with_rows
 from kvant.measure.tuning.costs import Costs
-from kvant.measure.tuning.gradients import SAMPLES, Estimator, check_gradients, stored_at
+from kvant.measure.tuning.gradients import SAMPLES, Estimator, stored_at
 from kvant.measure.tuning.search import (
     Assignment,
     LayerOption,
@@ -124,28 +123,6 @@ def divide_text(
     )
 
 
-def layers_with_rows(llm: LLM) -> frozenset[int]:
-    """Returns the layers that can store wide rows, by index; none beside recurrent states."""
-    geometry = llm.planned.target.geometry
-    if geometry.has_states:
-        return frozenset()
-    return frozenset(layer.index for layer in geometry.layers if reads_all(layer, geometry))
-
-
-def rows_to_choose(llm: LLM, rows: Sequence[Rows], *, named: bool) -> list[Rows]:
-    """Returns `rows`, or None alone for a model whose layers cannot store them; if named, raises BadValue."""
-    if layers_with_rows(llm):
-        return list(rows)
-    asked = next((one for one in rows if one is not None), None)
-    if named and asked is not None:
-        raise BadValue(
-            f"{asked.asked_by}: no layer of {llm.planned.target.local.name} can store wide rows",
-            why="they are those of causal layers that keep every token, in models without recurrent layers",
-            ways_out=(WayOut("leave the option out"),),
-        )
-    return [None]
-
-
 @dataclass(frozen=True, slots=True)
 class Verified:
     """A policy or a uniform format on held-out text. predicted: KL from the search, None for uniform formats.
@@ -213,7 +190,7 @@ class Tuner:
 
     formats: candidates of each side; empty for all. beside: uniform formats to verify; empty for all. rows:
     what a layer may store wide too; if None is one of them, also each side alone. costs: where those of
-    single layers come from.
+    single layers come from. Raises NotServable for a model that cannot be tuned.
     """
 
     llm: LLM
@@ -225,7 +202,10 @@ class Tuner:
     rows: Sequence[Rows] = (None,)
     costs: Costs = Costs.MEASURED
 
-    @property
+    def __post_init__(self) -> None:
+        check_tunable(self.llm.planned, self.costs)
+
+    @cached_property
     def wide(self) -> KVPlan:
         return plan_storing(self.llm, FormatRequest(Follow.MODEL, Follow.MODEL))
 
@@ -236,7 +216,7 @@ class Tuner:
 
     @cached_property
     def _able(self) -> frozenset[int]:
-        return layers_with_rows(self.llm)
+        return layers_with_rows(self.llm.planned.target.geometry)
 
     @cached_property
     def _measured_rows(self) -> list[Rows]:
@@ -256,13 +236,13 @@ class Tuner:
         """Returns bytes per token of a sequence of `length` tokens, including wide rows."""
         return round(bytes_per_token_at(plan, self.length))
 
+    def _bits(self, num_bytes: float) -> float:
+        """Returns bits per value of a sequence of `length` tokens that takes so many bytes."""
+        whole = bytes_per_token_at(self.wide, self.length) * self.length
+        return bits_per_value_at(self.wide, self.length) * num_bytes / whole
+
     def places(self) -> list[Place]:
-        """Returns every stored side. Raises BadValue for MLA, whose single latent cannot be tuned yet."""
-        if any(spec.geometry.attention is Attention.MLA for spec in self.wide.layers):
-            raise BadValue(
-                f"{self.llm.planned.target.local.name} stores one latent instead of K and V",
-                why="tuning chooses formats of K and V apart",
-            )
+        """Returns every stored side."""
         return [
             (spec.geometry.index, side)
             for spec in self.wide.layers
@@ -275,12 +255,11 @@ class Tuner:
 
         Raises BadValue before it measures, with the fewest possible bits, if none is that small.
         """
-        whole = self.wide.bytes_per_token_16bit * self.length
         least = fewest_bytes(self._layers(self._free_of_cost())).bytes
         # A suggested number of bits may come out just below whole bytes.
-        budget = int(bits * whole / 16 + 1e-6 * self.length)
+        budget = int(bits / self._bits(1) + 1e-6 * self.length)
         if budget < least:
-            fewest = 16 * least / whole
+            fewest = self._bits(least)
             raise BadValue(
                 f"--budget {bits:g}bits cannot be met",
                 why=f"the narrowest policy has {fewest:.2f} bits per value",
@@ -327,8 +306,6 @@ class Tuner:
         Formats that another beats everywhere are left out. Costs of numbers of rows that were not measured
         are those of `between`.
         """
-        if self.costs is Costs.GRADIENTS:
-            check_gradients(self.llm)
         uniform = self._means("uniform", self._narrow_plans, self.lesson.whole)
         kept = {
             (side, rows): self._front(
@@ -495,9 +472,11 @@ class Tuner:
         return next(whole, None)
 
     def _bytes(self, index: int, side: Side, dtype: KVDtype) -> int:
-        g = self.wide.layers[index].geometry
+        spec = self.wide.layers[index]
+        g = spec.geometry
         head_dim = g.head_dim_k if side is Side.K else g.head_dim_v
-        return g.num_kv_heads * dtype.format.row_bytes(head_dim) * self.length
+        rows = kept_tokens(self.wide, spec, self.length)
+        return g.num_kv_heads * dtype.format.row_bytes(head_dim) * rows
 
     def _wide_bytes(self, index: int, k: KVDtype, v: KVDtype, rows: Rows) -> int | None:
         """Returns the bytes of a layer's wide rows; None if they would be narrower than the layer's own."""
@@ -568,8 +547,11 @@ class Tuner:
         return plans
 
     def _front(self, side: Side, uniform: Mapping[KVDtype, float]) -> list[KVDtype]:
-        index = self.places()[0][0]
-        options = [Option(d, self._bytes(index, side, d), kl) for d, kl in uniform.items()]
+        layers = [index for index, s in self.places() if s is side]
+        options = [
+            Option(d, sum(self._bytes(index, side, d) for index in layers), kl)
+            for d, kl in uniform.items()
+        ]
         return [option.dtype for option in not_beaten(options)]
 
     def _plans_of_one_layer(self, kept: Front) -> dict[tuple[int, Side, KVDtype, Rows], KVPlan]:
@@ -692,7 +674,7 @@ class Tuner:
             Verified(
                 name,
                 self.stored_bytes(plan),
-                16 * self.stored_bytes(plan) / plan.bytes_per_token_16bit,
+                bits_per_value_at(plan, self.length),
                 statistics_of(join([one.prefill for one in found[name]])),
                 rows=rows,
             )

@@ -336,6 +336,14 @@ def tuned_with_wide_rows(data: Any) -> Cells:
     return _tuned_rows(named | uniform | data["more_rows"]["uniform"])
 
 
+@table("tune-gradients", "smollm2-tune-gradients-8k.json")
+def tuned_with_gradients(data: Any) -> Cells:
+    named: dict[str, Any] = {}
+    for bits, run in data["runs"].items():
+        named |= {f"policy, --budget {bits}bits": run["policy"], **run["uniform"]}
+    return _tuned_rows(named)
+
+
 @table("tune-scores", "smollm2-tune-scores.json")
 def policies_from_gradients(data: Any) -> Cells:
     lines = [["stored as", "B/token", "bits", "predicted KL", "mean KL", "its standard error",
@@ -493,15 +501,15 @@ def states(*data: Any) -> Cells:
 
 @table(
     "quality-goals", "wide-rows.json", "h200-rotation.json", "smollm2-tune-short.json",
-    "smollm2-tune-scores.json", "smollm2-tune-max-kl.json", "smollm2-calibrate.json",
+    "smollm2-tune-gradients-8k.json", "smollm2-tune-max-kl.json", "smollm2-calibrate.json",
 )  # fmt: skip
-def goals(rows: Any, decode: Any, short: Any, scores: Any, equal: Any, calibrated: Any) -> Cells:
+def goals(rows: Any, decode: Any, short: Any, wide: Any, equal: Any, calibrated: Any) -> Cells:
     """What was wanted of 2 to 6 bits, and what was measured."""
     return [
         ["goal", "measured with", "figure", "limit"],
         *_goals_of_bits(rows),
         *_goals_of_decoding(decode),
-        *_goals_of_policies(short, scores, equal),
+        *_goals_of_policies(short, wide, equal),
         _goal_of_calibration(calibrated["compared"]),
     ]
 
@@ -539,25 +547,14 @@ def _goals_of_decoding(data: Any) -> Iterator[list[str]]:
         yield [goal, _form(key), f"{share:.3f}x", held(share, limit)]
 
 
-def _goals_of_policies(short: Any, scores: Any, equal: Any) -> Iterator[list[str]]:
+def _goals_of_policies(short: Any, wide: Any, equal: Any) -> Iterator[list[str]]:
     """Policies beside the best uniform formats of this page with no more bytes, or no more KL."""
     without, beside = (
         "a policy without wide rows",
         "rows per layer, beside uniform formats with rows",
     )
-    entries = scores["entries"]
-    uniform = {
-        name: one for name, one in entries.items() if not name.startswith(("policy", "int8 keys"))
-    }
-    policies = {
-        bits: entries[f"policy, {bits} bits{more}, rows in float16/int8_per_token_head"]
-        for bits, more in (
-            ("4.5", ", with normal2 at 6 times its cost"),
-            ("5", ""),
-            ("5.5", ""),
-            ("6", ""),
-        )
-    }
+    policies = {bits: run["policy"] for bits, run in wide["runs"].items()}
+    uniform = {name: one for run in wide["runs"].values() for name, one in run["uniform"].items()}
     for what, some, others in (
         (without, short["policies"], short["uniform"]),
         (beside, policies, uniform),

@@ -237,7 +237,7 @@ class Tuner:
         return round(bytes_per_token_at(plan, self.length))
 
     def _bits(self, num_bytes: float) -> float:
-        """Returns bits per value of a sequence of `length` tokens that takes so many bytes."""
+        """Returns bits per value of a sequence of `length` tokens that takes `num_bytes` a token."""
         whole = bytes_per_token_at(self.wide, self.length) * self.length
         return bits_per_value_at(self.wide, self.length) * num_bytes / whole
 

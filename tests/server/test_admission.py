@@ -12,8 +12,8 @@ from kvant.plan.settings import Settings
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
 from kvant.server.config import ServerConfig
-from kvant.server.generation import Generation
 from kvant.server.metrics import Metrics
+from kvant.server.requests import Generation
 from kvant.server.service import QUEUE_SECONDS, Admission, Service
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.config import Limits
-from kvant.server.generation import Facts
-from kvant.server.requests import read_chat, read_completion
+from kvant.server.requests import Facts, read_chat, read_completion
 from tests.server.harness import Answer, Server
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

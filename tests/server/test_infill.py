@@ -16,8 +16,8 @@ from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
 from kvant.server.config import Limits
 from kvant.server.fill import IndentedText, fill_form
-from kvant.server.generation import Facts
 from kvant.server.infill import read_infill
+from kvant.server.requests import Facts
 from tests.engine.tiny_chat import FILL
 from tests.server.harness import Server
 

@@ -15,9 +15,8 @@ from kvant.sampling.sampling_params import SamplingParams
 from kvant.server.api_error import ApiError
 from kvant.server.config import Limits
 from kvant.server.fill import fill_form
-from kvant.server.generation import Facts
 from kvant.server.parameters import CHAT, COMPLETIONS
-from kvant.server.requests import read_chat, read_completion
+from kvant.server.requests import Facts, read_chat, read_completion
 from kvant.server.wire import ChatBody, CompletionBody
 
 LIMITS = Limits()

@@ -20,10 +20,10 @@ from starlette.types import Receive, Scope, Send
 from kvant.errors import RequestError
 from kvant.server import wire
 from kvant.server.api_error import ApiError, Disconnected, as_api_error, internal
-from kvant.server.generation import Generation
 from kvant.server.guard import read_body
 from kvant.server.messages import Piece
 from kvant.server.parameters import NONE, Table
+from kvant.server.requests import Generation
 from kvant.server.service import Running, Sequence, Service
 
 _log = logging.getLogger(__name__)

@@ -37,12 +37,9 @@ from kvant.server.anthropic.wire import (
 )
 from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, as_api_error, bad_request, internal
-from kvant.server.checks import check_model, check_tokens
 from kvant.server.choices import Choices
 from kvant.server.config import Limits
-from kvant.server.conversations import conversation, tool_specs
 from kvant.server.embeddings import embed
-from kvant.server.generation import Facts, Generation
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors
 from kvant.server.infill import infill
 from kvant.server.live import live_of, page
@@ -57,7 +54,17 @@ from kvant.server.parameters import (
     RESPONSES,
     TOKENIZE,
 )
-from kvant.server.requests import parse, read_chat, read_completion
+from kvant.server.requests import (
+    Facts,
+    Generation,
+    check_model,
+    check_tokens,
+    conversation,
+    parse,
+    read_chat,
+    read_completion,
+    tool_specs,
+)
 from kvant.server.responses.handle import (
     cancel_response,
     count_input,

@@ -15,9 +15,9 @@ from kvant.engine.text import Tokenizing
 from kvant.sampling.logprobs import TokenLogprobs
 from kvant.server import wire
 from kvant.server.api_error import ApiError
-from kvant.server.generation import Generation
 from kvant.server.messages import Piece
 from kvant.server.reply import Part, ReplyReader
+from kvant.server.requests import Generation
 from kvant.server.service import Running, Sequence
 from kvant.server.transcript import finite, text_of
 

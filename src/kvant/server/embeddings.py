@@ -14,11 +14,18 @@ from kvant.sampling.sampling_params import EMBEDDING
 from kvant.server import wire
 from kvant.server.answers import Call, as_json, unless_disconnected
 from kvant.server.api_error import ApiError, bad_request
-from kvant.server.checks import check_model, check_task, read_salt
 from kvant.server.config import Limits
-from kvant.server.generation import Facts, Generation
 from kvant.server.parameters import EMBEDDINGS
-from kvant.server.requests import parse, read_prompts, renamed
+from kvant.server.requests import (
+    Facts,
+    Generation,
+    check_model,
+    check_task,
+    parse,
+    read_prompts,
+    read_salt,
+    renamed,
+)
 from kvant.server.unserved import refuse_unserved
 
 MOST_INPUTS = 2048

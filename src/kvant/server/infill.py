@@ -14,13 +14,17 @@ from kvant.scheduling.request import FinishReason
 from kvant.server import wire
 from kvant.server.answers import Call, generate
 from kvant.server.api_error import ApiError, bad_request
-from kvant.server.checks import check_model
 from kvant.server.config import Limits
 from kvant.server.fill import IndentedText
-from kvant.server.generation import Facts, Generation
 from kvant.server.messages import Piece
 from kvant.server.parameters import INFILL
-from kvant.server.requests import parse, read_text
+from kvant.server.requests import (
+    Facts,
+    Generation,
+    check_model,
+    parse,
+    read_text,
+)
 from kvant.server.service import Running, Sequence
 from kvant.server.unserved import refuse_unserved
 

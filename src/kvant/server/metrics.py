@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from kvant.kv.offload.stats import OffloadStats
-    from kvant.server.generation import Generation
     from kvant.server.messages import Ready, Report, Stats, Times
+    from kvant.server.requests import Generation
     from kvant.server.service import Admission, Running
     from kvant.server.supervisor import Supervisor
     from kvant.speculative.counts import SpeculationStats

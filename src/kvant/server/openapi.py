@@ -16,8 +16,8 @@ import msgspec
 from kvant import __version__
 from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS, PARAMS
 from kvant.server.config import Limits
-from kvant.server.generation import Facts
 from kvant.server.parameters import Table
+from kvant.server.requests import Facts
 
 if TYPE_CHECKING:
     from kvant.server.answers import Endpoint

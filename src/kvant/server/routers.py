@@ -9,8 +9,7 @@ from starlette.responses import Response
 from kvant import __version__
 from kvant.server import wire
 from kvant.server.answers import Call, as_json, unless_disconnected
-from kvant.server.generation import Generation
-from kvant.server.requests import read_chat, read_completion
+from kvant.server.requests import Generation, read_chat, read_completion
 
 
 async def loads(call: Call) -> Response:

@@ -30,16 +30,23 @@ from kvant.server.api_error import (
     overloaded,
     unavailable,
 )
-from kvant.server.checks import check_length, check_prompt_logprobs, check_task
 from kvant.server.config import ServerConfig
-from kvant.server.conversations import strict_form
 from kvant.server.fill import FillForm, fill_form
-from kvant.server.generation import Conversation, Facts, Generation, Prompt
 from kvant.server.messages import Failure, Loading, Piece, Ready, Report
 from kvant.server.metrics import Activity, Metrics
 from kvant.server.parameters import read_template_values
 from kvant.server.reply import Tools, reply_format
-from kvant.server.requests import renamed
+from kvant.server.requests import (
+    Conversation,
+    Facts,
+    Generation,
+    Prompt,
+    check_length,
+    check_prompt_logprobs,
+    check_task,
+    renamed,
+    strict_form,
+)
 from kvant.server.store import ResponseStore
 from kvant.server.supervisor import Channel, Event, State, Supervisor
 from kvant.server.template import Render, Renderer, open_tokenizer

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvant.engine.text import Tokenizing
 from kvant.sampling.logprobs import TokenLogprobs
-from kvant.server.generation import Generation
 from kvant.server.messages import Piece
 from kvant.server.reply import Part, ReplyReader
+from kvant.server.requests import Generation
 from kvant.server.service import Running
 
 _LEAST_LOGPROB = -9999.0

@@ -9,13 +9,18 @@ from typing import Any
 
 from kvant.server.anthropic.wire import Block, CountBody, MessagesBody, MessagesTool, Turn
 from kvant.server.api_error import bad_request, shown
-from kvant.server.checks import check_model, needed
 from kvant.server.config import Limits
-from kvant.server.conversations import function_tool
-from kvant.server.generation import Facts, Generation
 from kvant.server.parameters import MESSAGES
 from kvant.server.reply import writes_reasoning
-from kvant.server.requests import parse, read_conversation
+from kvant.server.requests import (
+    Facts,
+    Generation,
+    check_model,
+    function_tool,
+    needed,
+    parse,
+    read_conversation,
+)
 from kvant.server.unserved import refuse_unserved
 
 _NAMES = {

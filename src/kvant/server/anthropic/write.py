@@ -10,9 +10,9 @@ import msgspec
 
 from kvant.server.anthropic.wire import MessagesAnswer, MessagesError, MessagesFault, MessagesUsage
 from kvant.server.api_error import ApiError
-from kvant.server.generation import Generation
 from kvant.server.messages import Piece
 from kvant.server.reply import Part
+from kvant.server.requests import Generation
 from kvant.server.service import Running, Sequence
 from kvant.server.transcript import Transcript
 

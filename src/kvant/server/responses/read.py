@@ -8,12 +8,17 @@ from typing import Any
 
 from kvant.sampling.sampling_params import PARAMS
 from kvant.server.api_error import bad_request, shown
-from kvant.server.checks import check_model, needed
 from kvant.server.config import Limits
-from kvant.server.conversations import function_tool
-from kvant.server.generation import Facts, Generation
 from kvant.server.parameters import RESPONSES, TEXT_TYPES
-from kvant.server.requests import parse, read_conversation
+from kvant.server.requests import (
+    Facts,
+    Generation,
+    check_model,
+    function_tool,
+    needed,
+    parse,
+    read_conversation,
+)
 from kvant.server.responses.wire import Content, Item, ResponseBody, Tool, ToolChoice
 from kvant.server.unserved import refuse_unserved
 

@@ -20,6 +20,7 @@ from kvant.errors import RequestError
 from kvant.server import wire
 from kvant.server.answers import (
     Call,
+    Choices,
     Endpoint,
     as_json,
     generate,
@@ -37,7 +38,6 @@ from kvant.server.anthropic.wire import (
 )
 from kvant.server.anthropic.write import error_body
 from kvant.server.api_error import ApiError, Disconnected, as_api_error, bad_request, internal
-from kvant.server.choices import Choices
 from kvant.server.config import Limits
 from kvant.server.embeddings import embed
 from kvant.server.guard import App, Guard, Receive, Scope, Send, header, with_cors

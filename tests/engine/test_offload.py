@@ -555,7 +555,7 @@ def test_a_long_prompt_is_hashed_in_parts_beside_running_ones(
 def test_a_long_sequence_gives_its_pages_back_beside_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvant.scheduling.held_pages.MOST_AT_ONCE", 4)
+    monkeypatch.setattr("kvant.scheduling.row_table.MOST_AT_ONCE", 4)
     engine, _ = offloading(num_pages=64)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     engine.submit(prompt(1, 8), params)

@@ -26,7 +26,7 @@ from kvant.kv.pages import page_hash
 from kvant.sampling.grammar import GrammarCompiler
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.sampling.structured_outputs import StructuredOutputs
-from kvant.scheduling import held_pages
+from kvant.scheduling import row_table
 from kvant.scheduling.request import FinishReason
 from tests.engine import tiny_chat
 from tests.engine.equality import Bench
@@ -250,7 +250,7 @@ def test_the_check_notices_pages_that_others_should_not_have_found(
     wanted = FORMATS[0]
     answerer.alone(wanted, 5)
     monkeypatch.setattr(
-        held_pages, "page_hash", lambda parent, tokens: page_hash(parent, tokens[: SMALL // 2])
+        row_table, "page_hash", lambda parent, tokens: page_hash(parent, tokens[: SMALL // 2])
     )
     with pytest.raises(AssertionError, match="another answer than alone"):
         answerer.check(wanted, EVERYTHING, 5)

@@ -37,7 +37,7 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.probe import probe
 from kvant.models.quiet import quiet_transformers
 from kvant.scheduling import kept_states
-from kvant.scheduling.held_pages import HeldPages
+from kvant.scheduling.row_table import HeldPages
 from tests.attention import driver
 from tests.models import loading
 

@@ -27,9 +27,9 @@ from kvant.kv.offload.source import Prompt
 from kvant.kv.offload.tiers import Progress, Tiers
 from kvant.kv.pages import SCRATCH, SharedPages
 from kvant.plan.limits import Limits
-from kvant.scheduling.held_pages import HeldPages
 from kvant.scheduling.kept_states import KeptStates
 from kvant.scheduling.request import FinishReason, Sequence, Status
+from kvant.scheduling.row_table import HeldPages
 
 MOST_SHORT = 16
 """The most tokens at the end of a prompt that are computed in short pieces: what a page leaves over."""

@@ -146,7 +146,7 @@ def _draw(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, list[Tens
         likely = some.float().softmax(-1)
         drawn.append(torch.multinomial(likely, SAMPLES, replacement=True, generator=generator))
         some.copy_(likely.neg_())
-    return gradient, list(torch.cat(drawn).split(1, dim=1))
+    return gradient, list(torch.split(torch.cat(drawn), 1, dim=1))
 
 
 class _Gradients:
@@ -294,7 +294,7 @@ class _Part:
 
     def split(self, rows: Tensor) -> Tensor:
         """Returns rows [num_kv_heads, queries per head * queries, m] by query head."""
-        return rows.unflatten(1, (-1, self.stop - self.start))
+        return rows.view(len(rows), -1, self.stop - self.start, rows.shape[-1])
 
     def distances(self, keys: slice) -> Tensor:
         """Returns how far these keys are behind the queries, [queries, keys]."""

@@ -146,7 +146,7 @@ def test_wide_rows_are_measured_counted_and_written(tuner: Tuner, tmp_path: Path
     assert lesson.held_out.shape == (1, 256)
     beside = [FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)]
     parts = Kept(tmp_path, {"rows": 16})
-    wide = Tuner(tuner.llm, lesson, FORMATS, parts, tuner.told, beside, [rows])
+    wide = Tuner(tuner.llm, lesson, FORMATS, parts, tuner.on_progress, beside, [rows])
     found = wide.for_bits(16.0)
     assert found.plan.has_wide_rows
     narrow = found.plan.bytes_per_token
@@ -193,7 +193,7 @@ def test_each_layer_gets_the_wide_rows_that_pay(tuner: Tuner, tmp_path: Path) ->
     beside = [FormatRequest(KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT4_PER_TOKEN_HEAD)]
     formats = [KVDtype.INT4_PER_TOKEN_HEAD, KVDtype.INT8_PER_TOKEN_HEAD]
     choices = [(side, dtype) for side in Side for dtype in formats]
-    free = Tuner(tuner.llm, lesson, choices, Kept(tmp_path, {}), tuner.told, beside, rows)
+    free = Tuner(tuner.llm, lesson, choices, Kept(tmp_path, {}), tuner.on_progress, beside, rows)
     layers = free._layers(free.options())
     fewest = fewest_bytes(layers).bytes
     assert (
@@ -275,13 +275,17 @@ def test_two_numbers_of_rows_are_measured(tuner: Tuner, tmp_path: Path) -> None:
         assert kl[0] > kl[1] > kl[2] > kl[3] > 0
 
 
+def with_windows(family: str, place: Path) -> tuple[LLM, Lesson]:
+    """Returns a model, half of whose layers have windows, and windows of 64 and of 256 tokens of text."""
+    llm = LLM(tiny_chat.build(place, family=family), dtype="float32", kv_cache_memory="2MiB")
+    text = place / "words.txt"
+    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
+    return llm, divide_text(read_text(text, llm), llm, 64, 64, 256, 256)
+
+
 def test_layers_with_windows_have_no_wide_rows(tmp_path: Path) -> None:
     """Half of this model's layers release what is behind their window; rules for them would be refused."""
-    path = tiny_chat.build(tmp_path, family="gemma2")
-    llm = LLM(path, dtype="float32", kv_cache_memory="1MiB")
-    text = tmp_path / "words.txt"
-    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
-    lesson = divide_text(read_text(text, llm), llm, 64, 64, 256, 256)
+    llm, lesson = with_windows("gemma2", tmp_path)
     int4 = KVDtype.INT4_PER_TOKEN_HEAD
     formats = [(side, int4) for side in Side]
     rows = ask_wide(16, 16, None, asked_by="--kv-recent-tokens 16")
@@ -296,18 +300,16 @@ def test_layers_with_windows_have_no_wide_rows(tmp_path: Path) -> None:
         assert {i for i, one in tuned.chosen.chosen.items() if one.rows is not None} <= able
         policy = tmp_path / "policy.yaml"
         policy.write_text(policy_text(tuned, llm.planned.target.geometry, "tiny", "kvant tune"))
-        loaded = LLM(path, dtype="float32", kv_cache_memory="2MiB", kv_cache_policy=policy)
+        loaded = LLM(
+            llm.model_path, dtype="float32", kv_cache_memory="2MiB", kv_cache_policy=policy
+        )
         assert loaded.plan.fingerprint == tuned.plan.fingerprint
     assert tuned.plan.has_wide_rows
 
 
 def test_bytes_of_layers_with_windows_are_those_of_the_plan(tmp_path: Path) -> None:
     """Two of four layers keep a window of 12 tokens in whole pages; the others keep all 256."""
-    path = tiny_chat.build(tmp_path, family="gemma3")
-    llm = LLM(path, dtype="float32", kv_cache_memory="2MiB")
-    text = tmp_path / "words.txt"
-    text.write_text(" ".join(f"{i}: the open sea, measured twice." for i in range(90)))
-    lesson = divide_text(read_text(text, llm), llm, 64, 64, 256, 256)
+    llm, lesson = with_windows("gemma3", tmp_path)
     rows = [None, ask_wide(16, 16, None, asked_by="test")]
     formats = [(side, dtype) for side in Side for dtype in DTYPES[:2]]
     beside = [FormatRequest(dtype, dtype) for dtype in DTYPES[:2]]
@@ -317,7 +319,9 @@ def test_bytes_of_layers_with_windows_are_those_of_the_plan(tmp_path: Path) -> N
 
     def planned_bytes(policy: Path) -> int:
         """Bytes of a decoding sequence, by the groups that `kvant plan` shows."""
-        request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=llm.plan.compute_dtype)
+        request = PlanRequest(
+            str(llm.model_path), DeviceFacts(DeviceKind.CPU), dtype=llm.plan.compute_dtype
+        )
         asked = Requests(target=read_policy(policy).target)
         plan = plan_of(replace(request, requests=asked, max_model_len=256))
         size = plan.limits.page_size
@@ -369,7 +373,9 @@ def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> 
     both = ask_wide(16, 16, None, asked_by="test")
     int4 = KVDtype.INT4_PER_TOKEN_HEAD
     formats = [(side, int4) for side in Side]
-    made = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.told, [], [None, both])
+    made = Tuner(
+        tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.on_progress, [], [None, both]
+    )
     costs = {
         rows: {
             (index, side): [Option(int4, made._bytes(index, side, int4), kl)]
@@ -393,7 +399,7 @@ def test_a_layer_may_store_one_side_wide_alone(tuner: Tuner, tmp_path: Path) -> 
         tuner.llm.model_path, dtype="float32", kv_cache_memory="1MiB", kv_cache_policy=path
     )
     assert loaded.plan.fingerprint == tuned.plan.fingerprint
-    alone = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.told, [], [both])
+    alone = Tuner(tuner.llm, lesson, formats, Kept(tmp_path, {}), tuner.on_progress, [], [both])
     assert {one.rows for ways in alone._layers({both: costs[both]}).values() for one in ways} == {
         both
     }, "costs without wide rows were not measured"
@@ -487,7 +493,7 @@ def test_budgets_that_cannot_be_met_show_the_closest(tuner: Tuner, tmp_path: Pat
         early.for_bits(2.0)
     way = caught.value.ways_out[0].arguments[1]
     assert tuner.for_bits(float(way.removesuffix("bits"))).policy.bits > 2
-    narrow = Tuner(tuner.llm, tuner.lesson, FORMATS, tuner.kept, tuner.told)
+    narrow = Tuner(tuner.llm, tuner.lesson, FORMATS, tuner.kept, tuner.on_progress)
     (costs,) = tuner.options().values()
     options = {place: [o for o in found if o.kl > 0] for place, found in costs.items()}
     narrow.options = lambda: {None: options}  # type: ignore[method-assign]

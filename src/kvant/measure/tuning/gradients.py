@@ -84,7 +84,9 @@ class Estimator:
         self._model: LoadedModel | None = None
         self._outside: dict[tuple[Side, KVDtype], KVPool] = {}
 
-    def costs(self, asked: Sequence[Stored], ids: Tensor, seed: int, told: OnProgress) -> Arrays:
+    def costs(
+        self, asked: Sequence[Stored], ids: Tensor, seed: int, on_progress: OnProgress
+    ) -> Arrays:
         """Returns `costs`, float64 [len(asked)]: estimated KL divergences per position of ids [T] int64."""
         if self._model is None:
             target = self._llm.planned.target
@@ -111,7 +113,7 @@ class Estimator:
             gradient[-1] = 0  # no token follows the last one
             logits.backward(gradient, retain_graph=sample < SAMPLES - 1)  # type: ignore[no-untyped-call]
             gradient.scatter_(1, tokens, others)
-            told(len(ids))
+            on_progress(len(ids))
         return {"costs": sums / (2 * SAMPLES * (len(ids) - 1))}
 
 
@@ -235,8 +237,8 @@ class _Attention(torch.autograd.Function):
         layer: _Layer = ctx.layer
         by_head, keys, values = _by_head(q, k), _by_head(k, k)[:, 0], _by_head(v, k)[:, 0]
         from_out = _by_head(given[0], k)
-        # sum over keys of weight times its gradient
-        usual = (from_out * out).sum(-1, keepdim=True)
+        # A softmax's gradient subtracts the mean gradient of its weights, which is out . from_out.
+        mean = (from_out * out).sum(-1, keepdim=True)
         from_q = torch.empty_like(by_head)
         found = {
             reach: {Side.K: torch.zeros_like(keys), Side.V: torch.zeros_like(values)}
@@ -246,7 +248,7 @@ class _Attention(torch.autograd.Function):
             p = _weights(by_head, keys, some, layer.params)
             above, asking = (x[:, :, some.queries].flatten(1, 2) for x in (from_out, by_head))
             scores = above @ values[:, some.keys].mT
-            scores -= usual[:, :, some.queries].flatten(1, 2)
+            scores -= mean[:, :, some.queries].flatten(1, 2)
             scores *= p
             scores *= layer.params.scale
             from_q[:, :, some.queries] = some.split(scores @ keys[:, some.keys])

@@ -61,7 +61,6 @@ from kvant.plan.resolution import resolve_again
 ROUNDS = 4
 """Verifications for --max-kl after which budgets shrink by a fixed factor, down to the policy of least KL."""
 AT_ONCE = 8  # plans that read side by side; their results are kept as one part
-Told2 = Callable[[int, int], None]
 Rows = AskedWide | None
 """Rows that a layer stores wide too; None for none."""
 Layers = Mapping[Place, KVDtype]
@@ -197,7 +196,7 @@ class Tuner:
     lesson: Lesson
     formats: Sequence[tuple[Side, KVDtype]]
     kept: Kept
-    told: Told2
+    on_progress: Callable[[int, int], None]
     beside: Sequence[FormatRequest] = ()
     rows: Sequence[Rows] = (None,)
     costs: Costs = Costs.MEASURED
@@ -407,7 +406,9 @@ class Tuner:
             )
             for number, ids in enumerate(self.lesson.measured)
         ]
-        found = [arrays["costs"] for arrays in run_parts(parts, self.kept, self.told).values()]
+        found = [
+            arrays["costs"] for arrays in run_parts(parts, self.kept, self.on_progress).values()
+        ]
         costs = dict(zip(distinct, np.mean(found, axis=0).tolist(), strict=True))
         return {key: costs[one] for key, one in asked.items()}
 
@@ -580,7 +581,7 @@ class Tuner:
             some = {name: plans[keys[name]] for name in names[start : start + AT_ONCE]}
             parts += self._comparisons(f"{what}-{start}", some, ids)
         kl: dict[str, list[float]] = {}
-        for arrays in run_parts(parts, self.kept, self.told).values():
+        for arrays in run_parts(parts, self.kept, self.on_progress).values():
             for name, one in unpack(arrays).items():
                 if name:
                     kl.setdefault(name, []).append(float(one.prefill.kl.mean()))
@@ -667,7 +668,7 @@ class Tuner:
         stored = {name: plan for name, (plan, _) in plans.items()}
         parts = self._comparisons(f"verified-{label}", stored, self.lesson.held_out)
         found: dict[str, list[Compared]] = {}
-        for arrays in run_parts(parts, self.kept, self.told).values():
+        for arrays in run_parts(parts, self.kept, self.on_progress).values():
             for name, one in unpack(arrays).items():
                 found.setdefault(name, []).append(one)
         return [

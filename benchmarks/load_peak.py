@@ -81,9 +81,8 @@ def _load(place: Path, name: str) -> dict[str, object]:
 
     engine(1)  # imports, compiles, and is freed
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # else the load would reuse memory that is counted as before it
+    # Else the load would reuse freed memory, which is counted as before it.
+    ctypes.CDLL(None).malloc_trim(0)
     before, peak, ended = _resident(), _resident(), Event()
 
     def watch() -> None:

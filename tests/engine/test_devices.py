@@ -38,7 +38,8 @@ TOKENS = [3 + (7 * i + i * i) % 120 for i in range(70)]
 
 
 def open_(path: Path, device: str, **options: Any) -> tuple[LLM, LoadedModel]:
-    llm = LLM(path, device=device, max_model_len=128, max_num_seqs=2, **options)
+    given = {"kv_cache_memory": "64MiB", **options}
+    llm = LLM(path, device=device, max_model_len=128, max_num_seqs=2, **given)
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
     return llm, runner.model

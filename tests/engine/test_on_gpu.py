@@ -27,7 +27,7 @@ PARAMS = [
 
 
 def answers(path: Path, device: str, **options: object) -> list[tuple[int, ...]]:
-    given = {"max_num_seqs": 16, **options}
+    given = {"max_num_seqs": 16, "kv_cache_memory": "64MiB", **options}
     llm = LLM(path, device=device, dtype="float32", max_model_len=500, **given)  # type: ignore[arg-type]
     found = [result.token_ids for result in llm.generate(PROMPTS, PARAMS)]
     llm.engine.audit()
@@ -76,7 +76,8 @@ def test_steps_with_pieces_of_prompts_are_replayed(
 
 def test_sampled_answers_do_not_depend_on_the_batch(path: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=40, ignore_eos=True)
-    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16)
+    llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16,
+              kv_cache_memory="64MiB")  # fmt: skip
     together = [r.token_ids for r in llm.generate(PROMPTS, params)]
     alone = [llm.generate([p], params)[0].token_ids for p in PROMPTS]
     assert together == alone
@@ -101,7 +102,7 @@ def test_drawn_tokens_are_those_of_steps_that_are_read_before_the_next_begins(
         for i in range(len(PROMPTS))
     ]
     llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16,
-              batch_invariant=invariant, enable_prefix_caching=False)  # fmt: skip
+              kv_cache_memory="64MiB", batch_invariant=invariant, enable_prefix_caching=False)  # fmt: skip
     drawn, launch = [], StepGraphs.launch
 
     def watched(self: StepGraphs, schedule: Schedule, *given: object) -> Launched:
@@ -184,8 +185,9 @@ def test_families_run_on_a_gpu_as_on_a_cpu(family: str, tmp_path: Path) -> None:
 
 
 def test_bfloat16_answers_start_like_float32_ones(path: Path) -> None:
-    llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500, max_num_seqs=16)
-    full = LLM(path, device="cuda", dtype="float32", max_model_len=500, max_num_seqs=16)
+    given: dict[str, Any] = {"max_model_len": 500, "max_num_seqs": 16, "kv_cache_memory": "64MiB"}
+    llm = LLM(path, device="cuda", dtype="bfloat16", **given)
+    full = LLM(path, device="cuda", dtype="float32", **given)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=5)
     for prompt in PROMPTS:
         a, b = llm.generate([prompt], params)[0], full.generate([prompt], params)[0]
@@ -209,7 +211,7 @@ def test_in_batch_invariant_mode_answers_have_the_same_bits_in_any_batch_and_any
         llm = LLM(
             path, device="cuda", dtype="bfloat16", max_model_len=500, kv_cache_dtype=stored,
             batch_invariant=True, max_num_batched_tokens=tokens, kv_missing_scales="one",
-            max_num_seqs=16,
+            max_num_seqs=16, kv_cache_memory="64MiB",
         )  # fmt: skip
         if together:
             found = llm.generate(PROMPTS, params)
@@ -241,7 +243,7 @@ def test_warm_up_graphs_and_the_check_at_start_leave_every_page_zero(path: Path)
     from kvant.execution.runner import ModelRunner
 
     llm = LLM(path, device="cuda", dtype="bfloat16", max_model_len=500, kv_cache_dtype="fp8/nvfp4",
-              kv_missing_scales="one")  # fmt: skip
+              kv_missing_scales="one", kv_cache_memory="64MiB")  # fmt: skip
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
     assert runner.is_recorded
@@ -260,7 +262,8 @@ def test_recorded_steps_read_scales_where_they_lie_on_the_device(
 
     def before_and_after(*, recorded: bool) -> list[object]:
         llm = LLM(path, device="cuda", dtype="float32", max_model_len=500, kv_cache_dtype="fp8",
-                  kv_missing_scales="one", batch_invariant=True, enable_prefix_caching=False)  # fmt: skip
+                  kv_missing_scales="one", batch_invariant=True, enable_prefix_caching=False,
+                  kv_cache_memory="64MiB")  # fmt: skip
         runner = llm.engine.runner
         assert isinstance(runner, ModelRunner)
         assert runner.is_recorded is recorded

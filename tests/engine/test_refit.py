@@ -25,7 +25,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprob
 
 
 def open_(path: Path, device: str = "cpu", **options: Any) -> LLM:
-    given = {"dtype": "float32", "batch_invariant": True, **options}
+    given = {"dtype": "float32", "batch_invariant": True, "kv_cache_memory": "64MiB", **options}
     return LLM(path, device=device, max_model_len=128, max_num_seqs=4, **given)
 
 

@@ -358,14 +358,17 @@ def normal2(x: Sequence[float], scale: float) -> Row:
     y = butterflies([v / unit for v in row])
     root = np.sqrt(tree_sum([v * v for v in y]))
     wide = np.float32(math.sqrt(n))
-    codes = []
+    codes, products = [], []
     for v in y:
         z = (v * wide) / root if root > 0 else np.float32(0)
         far = int(abs(Fraction(float(z))) > Fraction(255, 256))
         codes.append(1 - far if z < 0 else 2 + far)
+        products.append(np.float32(2 * abs(codes[-1] - 1.5)) * abs(z))
     found = [np.float32(code - 1.5) for code in codes]
+    exact = np.float32(0)
     with np.errstate(over="ignore"):
-        exact = (root / np.sqrt(tree_sum([c * c for c in found]))) * unit
+        if root > 0:
+            exact = ((root * wide * np.float32(2)) / tree_sum(products)) * unit
     stored, own = _half_bytes(float(exact))
     block = np.float32(n & -n)
     values = [float(v / block) for v in butterflies([c * own for c in found])]

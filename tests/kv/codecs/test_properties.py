@@ -163,6 +163,13 @@ def _turboquant_k(x: Tensor, scale: Tensor) -> Tensor:
     return (math.sqrt(2) * (1 + 2.0**-10) * length + steps).expand_as(x)
 
 
+def _normal2(x: Tensor, scale: Tensor) -> Tensor:
+    """The decoded row is longest, sqrt(D + 8) / 3 times the row, if rotation leaves a single number."""
+    row = x.square().sum(-1, keepdim=True).sqrt()
+    longest = math.sqrt(x.shape[-1] + 8) / 3
+    return (_turboquant_k(x, scale)[..., :1] + longest * row * (1 + 2.0**-10)).expand_as(x)
+
+
 def _turboquant_v(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Half a step; what float16 makes of minimum and scale, over all steps; what saturates."""
     most = (1 << bits) - 1
@@ -192,7 +199,7 @@ ERROR_BOUND: dict[KVDtype, Callable[[Tensor, Tensor], Tensor]] = {
     KVDtype.INT4_FEEDBACK: _int4_per_token_head,  # without matrices
     KVDtype.INT4_SHORT: _int4_short,
     KVDtype.INT4_SHORT_FEEDBACK: _int4_short,  # without matrices
-    KVDtype.NORMAL2: _turboquant_k,
+    KVDtype.NORMAL2: _normal2,
     KVDtype.NVFP4: _nvfp4,
     KVDtype.TURBOQUANT_K8: _float(4, 2.0**-9, 448.0),
     KVDtype.TURBOQUANT_K4: _turboquant_k,
@@ -224,3 +231,16 @@ def test_error_stays_within_the_format_s_bound(case: Case) -> None:
     if dtype in CLAMPED:
         bound = bound * (1 + 2.0**-20) + 2.0**-148  # float32 divisions and products
     assert ((decoded - exact).abs() <= bound).all()
+
+
+@few
+@given(st.integers(0, 2**31), st.sampled_from([64, 96, 128]), st.sampled_from([1e-3, 1.0, 300.0]))
+def test_a_row_of_normal2_keeps_its_length_along_itself(
+    seed: int, head_dim: int, size: float
+) -> None:
+    numbers = torch.Generator().manual_seed(seed)
+    x = size * torch.randn(3, HEADS, head_dim, generator=numbers)
+    codec = codec_for(KVDtype.NORMAL2)
+    decoded = codec.decode(codec.encode(x, None), None, torch.float64)
+    along, length = (x.double() * decoded).sum(-1), x.double().square().sum(-1)
+    torch.testing.assert_close(along, length, rtol=2.0**-10, atol=0.0)

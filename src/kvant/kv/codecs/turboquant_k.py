@@ -90,9 +90,14 @@ def normalised(x: Tensor) -> Normalised:
 def scale_of(row: Normalised, found: Tensor) -> Tensor:
     """float16 [.., 1]: what gives decoded numbers [.., head_dim] the length of the row."""
     length = (row.root / _root(sum_of_squares(found))) * row.unit
-    scales = length.clamp(max=_HALF_MAX).to(torch.float16)
+    return half_scales(length, row.broken)
+
+
+def half_scales(scales: Tensor, broken: Tensor) -> Tensor:
+    """float16 of scales [.., 1], float32, saturating; NaN where broken, bool [.., 1]."""
+    found = scales.clamp(max=_HALF_MAX).to(torch.float16)
     # NaN is written as float16: converted from float32 it is 0x7fff on CUDA.
-    return scales.masked_fill_(row.broken, float("nan"))
+    return found.masked_fill_(broken, float("nan"))
 
 
 @cache
@@ -103,7 +108,11 @@ def _values(centroids: tuple[float, ...], device: torch.device) -> Tensor:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """x [.., n] float32 to [.., 1], in the order of the definition."""
-    sums = x * x
+    return sum_in_pairs(x * x)
+
+
+def sum_in_pairs(sums: Tensor) -> Tensor:
+    """[.., n] float32 to [.., 1]: adds neighbours, then neighbours of these sums."""
     while sums.shape[-1] > 1:
         even = sums.shape[-1] // 2 * 2
         added = sums[..., 0:even:2] + sums[..., 1:even:2]

@@ -16,7 +16,7 @@ from kvant.attention.cpu.arithmetic import (
 )
 from kvant.attention.cpu.codes import packed
 from kvant.attention.cpu.format import Kernels
-from kvant.attention.cpu.formats.turboquant_k import sum_of_squares
+from kvant.attention.cpu.formats.turboquant_k import sum_in_pairs, sum_of_squares
 from kvant.attention.cpu.layout import Row
 from kvant.attention.cpu.rotate import rotate_in_place
 from kvant.kernels.cpu.vector import (
@@ -29,10 +29,11 @@ from kvant.kernels.cpu.vector import (
     store_f32,
     store_u8,
 )
-from kvant.kv.codecs.normal2 import BIAS, BOUND
+from kvant.kv.codecs.normal2 import BOUND
 from kvant.kv.format import KVFormat
 
-_BOUND, _BIAS = np.float32(BOUND), np.float32(BIAS)
+_BOUND = np.float32(BOUND)
+_INNER, _OUTER, _TWO = np.float32(1), np.float32(3), np.float32(2)
 
 
 def _write(row: int, _: int) -> None:
@@ -50,7 +51,6 @@ def _write(row: int, _: int) -> None:
     rotate_in_place(x, n)
     length = root(sum_of_squares(x, n, sums))
     wide = np.float32(np.sqrt(float(n)))
-    found = sums + 4 * n
     for four in range(n // 4):
         byte = 0
         for j in range(4):
@@ -60,10 +60,12 @@ def _write(row: int, _: int) -> None:
                 z = (load_f32(x + 4 * i) * wide) / length
             outer = int(abs(z) > _BOUND)
             code = 1 - outer if z < ZERO else 2 + outer
-            store_f32(found + 4 * i, np.float32(code) - _BIAS)
+            store_f32(sums + 4 * i, abs(z) * (_OUTER if outer else _INNER))
             byte |= code << (2 * j)
         store_u8(codes + four, byte)
-    store_half((length / root(sum_of_squares(found, n, sums))) * unit, scales)
+    together = sum_in_pairs(sums, n)
+    scale = ZERO if length == ZERO else (length * wide * _TWO) / together
+    store_half(scale * unit, scales)
 
 
 def kernels(declared: KVFormat) -> Kernels:

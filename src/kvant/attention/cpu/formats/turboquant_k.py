@@ -39,9 +39,15 @@ from kvant.kv.format import KVFormat
 
 @njit
 def sum_of_squares(x: int, n: int, sums: int) -> Any:
-    """Returns the sum of squares: adds neighbours, then neighbours of these sums. sums: scratch [n]."""
+    """Returns the sum of squares, added as `sum_in_pairs` adds. sums: scratch [n]."""
     for i in range(n):
         store_f32(sums + 4 * i, load_f32(x + 4 * i) * load_f32(x + 4 * i))
+    return sum_in_pairs(sums, n)
+
+
+@njit
+def sum_in_pairs(sums: int, n: int) -> Any:
+    """Adds neighbours of sums [n], then neighbours of these sums, in place. Returns the last one."""
     while n > 1:
         half = n // 2
         for i in range(half):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvant.attention.triton.arithmetic import divide
 from kvant.attention.triton.format import Kernels
-from kvant.attention.triton.formats.turboquant_k import normalised, store_normal
+from kvant.attention.triton.formats.turboquant_k import (
+    normalised,
+    product,
+    store_scaled,
+    sum_in_pairs,
+)
 from kvant.attention.triton.words import decode_uint2, load_half_scale
 from kvant.kv.codecs import normal2
 from kvant.kv.format import KVFormat
 
 BOUND = tl.constexpr(normal2.BOUND)
-BIAS = tl.constexpr(normal2.BIAS)
 
 
 @triton.jit
@@ -21,10 +26,13 @@ def encode(
     HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     z, root, unit, broken = normalised(x, HEAD, PAD, ROWS, PTX)
-    outer_step = (tl.abs(z) > BOUND).to(tl.int32)
-    code = tl.where(z < 0, 1 - outer_step, 2 + outer_step)
-    found = code.to(tl.float32) - BIAS
-    store_normal(codes, scales, there, code, found, root, unit, broken, HEAD, PAD, ROWS, 2, PTX)
+    size = tl.abs(z)
+    is_outer = size > BOUND
+    code = tl.where(z < 0, 1 - is_outer.to(tl.int32), 2 + is_outer.to(tl.int32))
+    sums = sum_in_pairs(product(size, tl.where(is_outer, 3.0, 1.0), PTX), ROWS, PAD)
+    wide = tl.sqrt_rn(tl.full((), HEAD, tl.float32))
+    scale = divide(root * wide * 2.0, tl.where(root == 0, 1.0, sums), PTX) * unit
+    store_scaled(codes, scales, there, code, scale, broken, HEAD, PAD, ROWS, 2, PTX)
 
 
 def kernels(declared: KVFormat) -> Kernels:

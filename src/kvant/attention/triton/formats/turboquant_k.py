@@ -144,28 +144,30 @@ def decode3(x, PTX: tl.constexpr):
 
 
 @triton.jit
-def _square(x, PTX: tl.constexpr):
-    """Returns x * x, rounded separately, so that a following addition is not fused."""
+def product(x, y, PTX: tl.constexpr):
+    """Returns x * y, float32, rounded separately, so that a following addition is not fused."""
     if PTX:
         return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return x * x
+        return x * y
 
 
 @triton.jit
 def _length(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr):
-    """Returns the square root of rows' sums of squares, neighbours added first.
+    """Returns the square root of rows' sums of squares [ROWS]. Padding zeros change nothing."""
+    return tl.sqrt_rn(sum_in_pairs(product(y, y, PTX), ROWS, COLUMNS))
 
-    Padding zeros change nothing.
-    """
-    sums = _square(y, PTX)
+
+@triton.jit
+def sum_in_pairs(sums, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Returns sums of rows [ROWS]: adds neighbours, then neighbours of these sums."""
     STAGES: tl.constexpr = COLUMNS.bit_length() - 1
     for stage in tl.static_range(STAGES):
         # Two at a time, in any order. (`tl.split` would make every thread add everything.)
         sums = tl.sum(tl.reshape(sums, (ROWS, COLUMNS >> (stage + 1), 2)), 2)
-    return tl.sqrt_rn(tl.reshape(sums, (ROWS,)))
+    return tl.reshape(sums, (ROWS,))
 
 
 @triton.jit
@@ -216,7 +218,17 @@ def store_normal(
 ):  # fmt: skip
     """Stores codes [ROWS, PAD], and scales with which their numbers `found` get the row's length."""
     found = tl.where((tl.arange(0, PAD) < HEAD)[None, :], found, 0.0)
-    scale = half(divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit)
+    scale = divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit
+    store_scaled(codes, scales, there, code, scale, broken, HEAD, PAD, ROWS, BITS, PTX)
+
+
+@triton.jit
+def store_scaled(
+    codes, scales, there, code, scale, broken, HEAD: tl.constexpr, PAD: tl.constexpr,
+    ROWS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Stores codes [ROWS, PAD] and float32 scales [ROWS] as float16; NaN and codes 0 where broken."""
+    scale = half(scale)
     code = tl.where(broken[:, None], 0, code)
     store_packed(codes, there, code, HEAD, ROWS, PAD, BITS)
     scale = tl.where(broken, NAN_HALF, scale.to(tl.int16, bitcast=True))

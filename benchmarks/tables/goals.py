@@ -379,6 +379,5 @@ def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:
             for r in () if since is None else since["rounds"]:
                 if r["load"] == load:
                     ratio, page, by = min(seconds[0]) / min(r["seconds"]), _SINCE[shape], since
-            named = shape.removesuffix("-many")
-            what = f"{named}, {load.replace('x', ' x ')}, over vLLM"
+            what = f"{beside_vllm.name_of(shape)}, {load.replace('x', ' x ')}, over vLLM"
             yield Goal(what, ratio, least, "x", page, by, least=True)

@@ -14,6 +14,7 @@ from kvant.kv.memory import parse_size
 from tests.cli.command import Ran, kvant
 from tests.engine import tiny_chat
 from tests.models import families
+from tests.models.tiny_quantized import build_fp8
 
 FAMILIES = ("qwen3", "gemma3", "gpt_oss", "qwen3_5", "deepseek_v3", "granitemoehybrid")
 
@@ -45,6 +46,17 @@ def test_too_little_memory_is_answered_with_enough(
     less = [way[0], str(parse_size(way[1], asked_by="test") * 8 // 10)]
     assert "for a first page" in kvant("plan", path, *less).out
     assert "does not fit" not in kvant("plan", path, *way).out
+
+
+def test_only_wide_weights_are_offered_to_be_rounded(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    path = str(models[FAMILIES[0]])
+    little = ("--memory", "1KiB", "--dtype", "float32", "--device", "cpu")
+    assert "--quantization" in kvant("plan", path, *little).out
+    assert "(--quantization)" not in kvant("plan", path, *little, "--quantization", "int8").out
+    stored, _ = build_fp8(tmp_path)
+    assert "(--quantization)" not in kvant("plan", str(stored), *little).out
 
 
 def test_a_longer_sequence_than_fits_is_answered_with_one_that_does(

@@ -42,6 +42,7 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.divided import Division
 from kvant.models.sharding.shard import rank_plan
+from kvant.models.stored import declared_weights
 from kvant.models.weight_audit import WeightAudit
 from kvant.models.weights import WeightBytes
 from kvant.plan.limits import Limits
@@ -391,6 +392,10 @@ class Plan:
         piece = self.limits.max_num_batched_tokens
         return sequences_that_fit(self.layout, memory.num_pages, self.expected_length, piece)
 
+    @property
+    def _stores_narrow_weights(self) -> bool:
+        return declared_weights(self.target.config) is not None
+
     def _memory_warnings(self) -> list[str]:
         memory, wanted = self.memory, self.request.max_model_len
         if memory.missing_bytes:
@@ -400,10 +405,10 @@ class Plan:
             else:
                 more = math.ceil(memory.missing_bytes / self.request.utilization) + 1
                 needed = (memory.total_bytes or 0) + more
-                way = (
-                    f"--memory {size_argument(needed)}, a smaller model, or narrower weights "
-                    "(--quantization)"
-                )
+                way = f"--memory {size_argument(needed)} or a smaller model"
+                if self.request.quantization is None and not self._stores_narrow_weights:
+                    way = f"--memory {size_argument(needed)}, a smaller model, or narrower weights "
+                    way += "(--quantization)"
             return [f"does not fit: {missing} are missing for a first page of KV; way out: {way}"]
         if self.kv_cache_bytes is not None and (beyond := memory.beyond_bytes) > 0:
             return [

@@ -367,22 +367,6 @@ def saturated(x):
 
 
 @triton.jit
-def quotients(x, scale):
-    """Returns x [..] / scale as IEEE division rounds it, for x that was 16 bits wide; scale broadcasts.
-
-    An instruction of division has a slow path, which costs three times as much. A quotient by the rounded
-    reciprocal, corrected once, has the same bits for every mantissa of x and scale. Tiny scales and their
-    numbers are lifted, so that nothing underflows.
-    """
-    lift = tl.where(scale < 2.0**-60, 2.0**100, 1.0)
-    # Both factors of `near` are negative, so that zeros keep their signs.
-    divisor, negative = scale * lift, x * -lift
-    share = tl.div_rn(-1.0, divisor)
-    near = negative * share
-    return tl.fma(tl.fma(near, divisor, negative), share, near)
-
-
-@triton.jit
 def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
     """Program: rounds one row of x [T, COLUMNS] to e4m3 codes and its scale."""
     row = tl.program_id(0).to(tl.int64)

@@ -62,7 +62,7 @@ def _of_choice(choice: Choice) -> list[str]:
     if uncalibrated and choice.dtype.format.scale_place is ScalePlace.PARAMETER:
         lines.append(
             f"{choice.dtype} without calibrated scales stores values times 1.0; ways out: "
-            "--kv-cache-dtype fp8_per_token_head, or a checkpoint with k_scale and v_scale"
+            "--kv-cache-dtype fp8_per_token_head, or scales from kvant calibrate"
         )
     if choice.scale.state is ScaleState.MISSING:
         lines.append("the checkpoint promises scales that are not there; 1.0 is used as asked")

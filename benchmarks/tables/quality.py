@@ -339,24 +339,10 @@ def tuned_with_wide_rows(data: Any) -> Cells:
 @table("tune-gradients", "smollm2-tune-gradients-8k.json")
 def tuned_with_gradients(data: Any) -> Cells:
     named: dict[str, Any] = {}
-    for bits, run in data["runs"].items():
-        named |= {f"policy, --budget {bits}bits": run["policy"], **run["uniform"]}
+    for key, run in data["runs"].items():
+        bits, comma, how = key.partition(", ")
+        named |= {f"policy, --budget {bits}bits{comma}{how}": run["policy"], **run["uniform"]}
     return _tuned_rows(named)
-
-
-@table("tune-scores", "smollm2-tune-scores.json")
-def policies_from_gradients(data: Any) -> Cells:
-    lines = [["stored as", "B/token", "bits", "predicted KL", "mean KL", "its standard error",
-              "same top token"]]  # fmt: skip
-    entries = data["entries"].items()
-    for name, one in sorted(entries, key=lambda item: item[1]["bytes_per_token"]):
-        predicted = f"{one['predicted_kl']:.5f}" if "predicted_kl" in one else "-"
-        lines.append(
-            [name, f"{one['bytes_per_token']:,}", f"{one['bits']:.2f}", predicted,
-             f"{one['kld_mean']:.5f}", f"{one['kld_mean_error']:.5f}",
-             percent(one["same_top"], digits=1)]
-        )  # fmt: skip
-    return lines
 
 
 @table("tune-rows", "smollm2-tune-rows.json")
@@ -559,10 +545,11 @@ def _goals_of_policies(short: Any, wide: Any, equal: Any) -> Iterator[list[str]]
         (without, short["policies"], short["uniform"]),
         (beside, policies, uniform),
     ):
-        for bits, policy in some.items():
+        for key, policy in some.items():
+            bits, comma, how = key.partition(", ")
             share = _share_of_kl(policy, others)
             goal = f"policy of {bits} bits: KL, of the best uniform format"
-            yield [goal, what, f"{share:.2f}x", held(share, 0.6)]
+            yield [goal, f"{what}{comma}{how}", f"{share:.2f}x", held(share, 0.6)]
     saved = 1 - equal["policy"]["bytes_per_token"] / equal["uniform"]["fp8_e4m3"]["bytes_per_token"]
     goal = "bytes saved at the KL of fp8_e4m3"
     yield [goal, without, percent(saved), held(saved, 0.2, least=True, shown="20 %")]

@@ -392,10 +392,6 @@ class Plan:
         piece = self.limits.max_num_batched_tokens
         return sequences_that_fit(self.layout, memory.num_pages, self.expected_length, piece)
 
-    @property
-    def _stores_narrow_weights(self) -> bool:
-        return declared_weights(self.target.config) is not None
-
     def _memory_warnings(self) -> list[str]:
         memory, wanted = self.memory, self.request.max_model_len
         if memory.missing_bytes:
@@ -405,10 +401,11 @@ class Plan:
             else:
                 more = math.ceil(memory.missing_bytes / self.request.utilization) + 1
                 needed = (memory.total_bytes or 0) + more
-                way = f"--memory {size_argument(needed)} or a smaller model"
-                if self.request.quantization is None and not self._stores_narrow_weights:
-                    way = f"--memory {size_argument(needed)}, a smaller model, or narrower weights "
-                    way += "(--quantization)"
+                has_wide_weights = declared_weights(self.target.config) is None
+                others = " or a smaller model"
+                if self.request.quantization is None and has_wide_weights:
+                    others = ", a smaller model, or narrower weights (--quantization)"
+                way = f"--memory {size_argument(needed)}{others}"
             return [f"does not fit: {missing} are missing for a first page of KV; way out: {way}"]
         if self.kv_cache_bytes is not None and (beyond := memory.beyond_bytes) > 0:
             return [

@@ -16,7 +16,6 @@ row by 6 or 12 %, and sums of many values keep that error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +25,13 @@ from torch import Tensor
 from kvant.kv.codecs import Codec, packed
 from kvant.kv.codecs.conversion import narrow
 from kvant.kv.codecs.rotation import unrotate
-from kvant.kv.codecs.turboquant_k import Normalised, half_scales, normalised, sum_in_pairs
+from kvant.kv.codecs.turboquant_k import (
+    Normalised,
+    half_scales,
+    normalised,
+    root_of_width,
+    sum_in_pairs,
+)
 from kvant.kv.format import KVFormat
 
 BOUND = 255 / 256
@@ -57,8 +62,7 @@ class FourStepsCodec:
 def _scale_of(row: Normalised, outer: Tensor) -> Tensor:
     """Returns float16 scales [.., 1]. outer: float32 [.., head_dim], 1 for the outer steps, else 0."""
     sums = sum_in_pairs(row.z.abs() * (1 + 2 * outer))
-    wide = torch.full((), math.sqrt(outer.shape[-1]), dtype=torch.float32, device=outer.device)
-    lengths = (row.root * wide * 2) / sums.masked_fill(row.root == 0, 1.0)
+    lengths = (row.root * root_of_width(outer) * 2) / sums.masked_fill(row.root == 0, 1.0)
     return half_scales(lengths * row.unit, row.broken)
 
 

@@ -49,7 +49,7 @@ class NormalCodebookCodec:
         for middle in middles(self.centroids):
             codes += size > middle
         found = _values(self.centroids, x.device)[codes.to(torch.int64)]
-        return packed.pack(codes, self.bits), scale_of(row, found)
+        return packed.pack(codes, self.bits), _scale_of(row, found)
 
     def decode(self, planes: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Implements `Codec.decode`: planes -> [..., num_kv_heads, head_dim] in dtype."""
@@ -82,13 +82,17 @@ def normalised(x: Tensor) -> Normalised:
     unit = bits.view(torch.float32).clamp(min=MIN_ROW_SCALE)
     y = rotate(x / unit)
     root = _root(sum_of_squares(y))
-    wide = torch.full((), math.sqrt(x.shape[-1]), dtype=torch.float32, device=x.device)
-    z = ((y * wide) / root).masked_fill_(root == 0, 0.0)
+    z = ((y * root_of_width(y)) / root).masked_fill_(root == 0, 0.0)
     return Normalised(z, root, unit, broken)
 
 
-def scale_of(row: Normalised, found: Tensor) -> Tensor:
-    """float16 [.., 1]: what gives decoded numbers [.., head_dim] the length of the row."""
+def root_of_width(x: Tensor) -> Tensor:
+    """sqrt(head_dim) of rows x [.., head_dim], float32 []."""
+    return torch.full((), math.sqrt(x.shape[-1]), dtype=torch.float32, device=x.device)
+
+
+def _scale_of(row: Normalised, found: Tensor) -> Tensor:
+    """Returns float16 scales [.., 1] that give `found` [.., head_dim], decoded numbers, the row's length."""
     length = (row.root / _root(sum_of_squares(found))) * row.unit
     return half_scales(length, row.broken)
 

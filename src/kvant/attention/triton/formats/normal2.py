@@ -32,7 +32,7 @@ def encode(
     sums = sum_in_pairs(product(size, tl.where(is_outer, 3.0, 1.0), PTX), ROWS, PAD)
     wide = tl.sqrt_rn(tl.full((), HEAD, tl.float32))
     scale = divide(root * wide * 2.0, tl.where(root == 0, 1.0, sums), PTX) * unit
-    store_scaled(codes, scales, there, code, scale, broken, HEAD, PAD, ROWS, 2, PTX)
+    store_scaled(codes, scales, there, code, scale, broken, HEAD, PAD, ROWS, 2)
 
 
 def kernels(declared: KVFormat) -> Kernels:

@@ -186,9 +186,10 @@ def encode(
         further = size > BETWEEN[i]
         code += further.to(tl.int32)
         found = tl.where(further, SIZES[i + 1], found)
-    store_normal(
-        codes, scales, there, code, found, root, unit, broken, HEAD, PAD, ROWS, BITS, PTX
-    )  # fmt: skip
+    # Decoded numbers get the row's length.
+    found = tl.where((tl.arange(0, PAD) < HEAD)[None, :], found, 0.0)
+    scale = divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit
+    store_scaled(codes, scales, there, code, scale, broken, HEAD, PAD, ROWS, BITS)
 
 
 @triton.jit
@@ -212,20 +213,9 @@ def normalised(x, HEAD: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr, PTX
 
 
 @triton.jit
-def store_normal(
-    codes, scales, there, code, found, root, unit, broken, HEAD: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Stores codes [ROWS, PAD], and scales with which their numbers `found` get the row's length."""
-    found = tl.where((tl.arange(0, PAD) < HEAD)[None, :], found, 0.0)
-    scale = divide(root, _length(found, ROWS, PAD, PTX), PTX) * unit
-    store_scaled(codes, scales, there, code, scale, broken, HEAD, PAD, ROWS, BITS, PTX)
-
-
-@triton.jit
 def store_scaled(
     codes, scales, there, code, scale, broken, HEAD: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+    ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Stores codes [ROWS, PAD] and float32 scales [ROWS] as float16; NaN and codes 0 where broken."""
     scale = half(scale)

@@ -99,7 +99,7 @@ def multiply(x: Tensor, weight: NarrowWeight, cut: Cut) -> Tensor:
     if isinstance(cut, Warps):
         return few_rows.multiply(x, weight, None, cut, few_rows.Kind(one=len(x) == 1))
     if isinstance(cut, wide_rows.Cut):
-        return wide_rows.multiply(x, weight, None, cut).out
+        return wide_rows.multiply(x, weight, None, cut).rows
     if isinstance(cut, Shares):
         return shared_rows.multiply(x, weight, None, cut)
     return tiled(x, weight, None, cut)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvant.weights.codecs import decode, encode
 from kvant.weights.cuda import few_rows, shared_rows, wide_rows
@@ -23,6 +24,7 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
+from tests.weights.blocks import in_rows
 
 FORMATS = [
     FP8_CHANNEL, FP8_BLOCK, INT8_CHANNEL, int4_groups(128), int4_groups(128, zero_points=True),
@@ -139,8 +141,47 @@ def test_subnormal_weights_count_beside_numbers_of_any_size(size: float) -> None
     weight.codes.view(torch.uint8).copy_((codes % 8 + codes // 8 * 128).to(torch.uint8))
     x = (torch.randn(32, 1280, device="cuda") * size).bfloat16()
     expected = x.double() @ decode(weight, torch.float64).T
-    found = wide_rows.multiply(x, weight, None, wide_rows.Cut(1, 4, 2, 4, 2)).out.double()
+    found = wide_rows.multiply(x, weight, None, wide_rows.Cut(1, 4, 2, 4, 2)).rows.double()
     assert (found - expected).norm() < 6e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [2, 9, 32])
+@pytest.mark.parametrize("cut", [wide_rows.Cut(1, 8, 2, 4, 3), wide_rows.Cut(1, 4, 2, 4, 1, 2, 2)])
+def test_rows_in_blocks_give_the_bits_of_rows(tokens: int, cut: wide_rows.Cut) -> None:
+    """A chain of products that fold norms, as a decoder has it, run again and again."""
+    if not few_rows.serves(FP8_CHANNEL, 512, 1280):
+        pytest.skip("this GPU has other kernels")
+    torch.manual_seed(0)
+    shapes = {"output": (1280, 2048), "up": (4096, 1280), "down": (1280, 2048)}
+    weights = {
+        name: encode(torch.randn(*shape, device="cuda") * 0.03, FP8_CHANNEL)
+        for name, shape in shapes.items()
+    }
+    norm, residual = torch.randn(1280, device="cuda"), torch.randn(tokens, 1280, device="cuda")
+    summed = wide_rows.Beside(residual=residual.bfloat16(), norm_weight=norm.bfloat16())
+    x = torch.randn(tokens, 2048, device="cuda").bfloat16()
+
+    def chain(*, blocks: bool) -> tuple[Tensor, wide_rows.Found]:
+        added = wide_rows.Around(added=True, weighted=True, makes_blocks=blocks)
+        before = wide_rows.multiply(x, weights["output"], None, cut, added, summed)
+        assert before.weighted is not None
+        gated = wide_rows.Around(norm=True, act=Act.SILU, takes_blocks=blocks, makes_blocks=blocks)
+        behind = wide_rows.Beside(squares=before.squares, eps=1e-6)
+        inner = wide_rows.multiply(before.weighted, weights["up"], None, cut, gated, behind).out
+        added = wide_rows.Around(
+            added=True, weighted=True, takes_blocks=blocks, makes_blocks=blocks
+        )
+        found = wide_rows.multiply(inner, weights["down"], None, cut, added, summed)
+        assert found.weighted is not None
+        weighted = found.weighted
+        return in_rows(weighted) if isinstance(weighted, wide_rows.Blocks) else weighted, found
+
+    expected, rows = chain(blocks=False)
+    for _ in range(20):
+        weighted, found = chain(blocks=True)
+        assert torch.equal(weighted, expected)
+        assert torch.equal(found.rows, rows.rows)
 
 
 @pytest.mark.gpu
@@ -160,20 +201,20 @@ def test_rows_by_wide_instructions(fmt: WeightFormat, dtype: torch.dtype) -> Non
         residual = torch.randn(tokens, 512, device="cuda").to(dtype)
         expected = x.double() @ numbers.T
         for cut in (wide_rows.Cut(1, 8, 2, 4, 3), wide_rows.Cut(1, 4, 3, 2, 1, deep=4)):
-            found = wide_rows.multiply(x, weight, None, cut).out
+            found = wide_rows.multiply(x, weight, None, cut).rows
             assert (found.double() - expected).norm() < 6e-3 * expected.norm()
             beside = wide_rows.Beside(residual=residual, norm_weight=norm)
             total = wide_rows.multiply(x, weight, None, cut, summed, beside)
             wanted = expected + residual.double()
-            assert (total.out.double() - wanted).norm() < 6e-3 * wanted.norm()
+            assert (total.rows.double() - wanted).norm() < 6e-3 * wanted.norm()
             assert total.squares is not None
-            squares = total.out.double().square().sum(1)
+            squares = total.rows.double().square().sum(1)
             torch.testing.assert_close(total.squares.double().sum(0)[:tokens], squares)
             for _ in range(5):
-                assert torch.equal(wide_rows.multiply(x, weight, None, cut).out, found)
+                assert torch.equal(wide_rows.multiply(x, weight, None, cut).rows, found)
             behind = wide_rows.Beside(squares=torch.rand(3, 64, device="cuda") * 400, eps=eps)
             gated = wide_rows.Around(norm=True, act=Act.SILU)
-            made = wide_rows.multiply(x, weight, None, cut, gated, behind).out.double()
+            made = wide_rows.multiply(x, weight, None, cut, gated, behind).rows.double()
             assert behind.squares is not None
             mean = behind.squares.double().sum(0)[:tokens] / 1280
             gate, up = (expected * torch.rsqrt(mean + eps)[:, None]).chunk(2, -1)

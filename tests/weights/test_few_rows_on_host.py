@@ -16,7 +16,7 @@ from kvant.weights.codecs import NarrowStack, NarrowWeight, decode, encode, enco
 from kvant.weights.cuda import wide_rows
 from kvant.weights.cuda.few_rows import NOTHING, PLAIN, Act, Beside, Kind, Pairs, Routed, Warps
 from kvant.weights.cuda.shared_rows import Shares
-from kvant.weights.cuda.wide_rows import Around, Cut
+from kvant.weights.cuda.wide_rows import Around, Blocks, Cut
 from kvant.weights.format import (
     FP8_BLOCK,
     FP8_CHANNEL,
@@ -30,6 +30,7 @@ from kvant.weights.format import (
     int4_groups,
     int8_groups,
 )
+from tests.weights.blocks import in_blocks, in_rows
 from tests.weights.host.run import multiply, multiply_shared, multiply_wide
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -155,7 +156,7 @@ def test_rows_by_wide_instructions(
     weight = encode(torch.randn(rows, columns) * columns**-0.5, fmt)
     x, bias = torch.randn(tokens, columns).to(dtype), torch.randn(rows).to(dtype)
     around = Around(act=Act.SILU if gated else None)
-    found = multiply_wide(tmp_path, x, weight, bias, cut, around, wide_rows.NOTHING).out
+    found = multiply_wide(tmp_path, x, weight, bias, cut, around, wide_rows.NOTHING).rows
     close(found, product(x, weight, bias, gated=gated))
 
 
@@ -164,7 +165,7 @@ def test_subnormal_weights_count_beside_numbers_of_any_size(size: float, tmp_pat
     weight = subnormal(128, 640)
     x = (torch.randn(9, 640) * size).bfloat16()
     cut = Cut(1, 4, 2, 2, 2)
-    found = multiply_wide(tmp_path, x, weight, None, cut, Around(), wide_rows.NOTHING).out
+    found = multiply_wide(tmp_path, x, weight, None, cut, Around(), wide_rows.NOTHING).rows
     close(found, x.double() @ exact(weight).T)
 
 
@@ -190,17 +191,48 @@ def test_products_of_several_rows_fold_what_lies_between_them(
     around = Around(added=True, weighted=True, plus=plus)
     beside = wide_rows.Beside(residual=residual, norm_weight=norm)
     total = multiply_wide(tmp_path, x, first, None, Cut(1, 4, 3, 2, 2), around, beside)
-    close(total.out, x.double() @ exact(first).T + residual.double())
+    close(total.rows, x.double() @ exact(first).T + residual.double())
     assert total.squares is not None
-    assert total.weighted is not None
-    wide, factor = total.out.double(), norm.double() + plus
+    assert isinstance(total.weighted, Tensor)
+    wide, factor = total.rows.double(), norm.double() + plus
     close(total.weighted, wide * factor)
     torch.testing.assert_close(total.squares.double().sum(0)[:tokens], wide.square().sum(1))
     around = Around(norm=True, act=Act.SILU)
     beside = wide_rows.Beside(squares=total.squares, eps=eps)
     inner = multiply_wide(tmp_path, total.weighted, both, None, Cut(1, 4, 2, 2, 1), around, beside)
     normed = wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * factor
-    close(inner.out, silu_gated(normed @ exact(both).T))
+    close(inner.rows, silu_gated(normed @ exact(both).T))
+
+
+@pytest.mark.parametrize("tokens", [11, pytest.param(33, marks=slow)])
+@pytest.mark.parametrize("deep", [1, 2])
+def test_rows_in_blocks_give_the_bits_of_rows(tokens: int, deep: int, tmp_path: Path) -> None:
+    """Each product stores blocks as the next one reads them: the sum with the residual, gates and ups."""
+    fmt, cut = FP8_CHANNEL, Cut(1, 4, 3, 2, 2, deep=deep)
+    first, both = (
+        encode(torch.randn(rows, columns) * columns**-0.5, fmt)
+        for rows, columns in ((256, 640), (256, 256))
+    )
+    x, residual = torch.randn(tokens, 640).bfloat16(), torch.randn(tokens, 256).bfloat16()
+    around = Around(added=True, weighted=True)
+    beside = wide_rows.Beside(residual=residual, norm_weight=torch.randn(256).bfloat16())
+    rows = multiply_wide(tmp_path, x, first, None, cut, around, beside)
+    around = replace(around, takes_blocks=True, makes_blocks=True)
+    blocks = multiply_wide(tmp_path, in_blocks(x), first, None, cut, around, beside)
+    assert torch.equal(blocks.rows, rows.rows)
+    assert blocks.squares is not None
+    assert rows.squares is not None
+    assert torch.equal(blocks.squares[:, :tokens], rows.squares[:, :tokens])
+    assert isinstance(blocks.weighted, Blocks)
+    assert isinstance(rows.weighted, Tensor)
+    assert torch.equal(in_rows(blocks.weighted), rows.weighted)
+    around = Around(norm=True, act=Act.SILU)
+    beside = wide_rows.Beside(squares=rows.squares, eps=1e-6)
+    inner = multiply_wide(tmp_path, rows.weighted, both, None, cut, around, beside)
+    around = replace(around, takes_blocks=True, makes_blocks=True)
+    stored = multiply_wide(tmp_path, blocks.weighted, both, None, cut, around, beside).out
+    assert isinstance(stored, Blocks)
+    assert torch.equal(in_rows(stored), inner.rows)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import Enum
 from functools import cache
 
@@ -210,7 +211,7 @@ def _few(
     kernel = _cuda_kernel(fmt, tokens, *weight.shape, x.dtype)
     if kernel is Kernel.WIDE_ROWS:
         around = wide_rows.Around(act=act)
-        return multiply_wide(x, weight, bias, around, wide_rows.NOTHING).out
+        return multiply_wide(x, weight, bias, around, wide_rows.NOTHING).rows
     if kernel is Kernel.SHARED_ROWS:
         shared = shares(fmt, *weight.shape, processors)
         return shared_rows.multiply(x, weight, bias, shared, act)
@@ -221,14 +222,14 @@ def _few(
 
 
 def multiply_wide(
-    x: Tensor,
+    x: Tensor | wide_rows.Blocks,
     weight: NarrowWeight,
     bias: Tensor | None,
     around: wide_rows.Around,
     beside: wide_rows.Beside,
 ) -> wide_rows.Found:
     """Multiplies x [T, columns], contiguous, for a T that `takes_wide`, with other operations folded in."""
-    tiles, processors = few_rows.token_tiles(len(x)), multiprocessors(x.device)
+    tiles, processors = few_rows.token_tiles(len(x)), multiprocessors(weight.device)
     cut = wide_cut(weight.format, tiles, *weight.shape, processors, around)
     return wide_rows.multiply(x, weight, bias, cut, around, beside)
 
@@ -245,12 +246,12 @@ def begin(
     bias: bool,
     act: Act | None = None,
     one: few_rows.Kind | None = None,
-    around: wide_rows.Around | None = None,
+    around: Callable[[int], wide_rows.Around] | None = None,
 ) -> None:
     """Starts compiling this weight's kernels for up to 64 rows in other threads, if CUDA C++ serves it.
 
-    act: activation of gated products. one, around: operations folded into products of a single row, and of
-    several rows.
+    act: activation of gated products. one: operations folded into products of a single row. around: returns
+    operations folded into products of this many rows.
     """
     fmt, (rows, columns) = weight.format, weight.shape
     if not few_rows.serves(fmt, rows, columns, dtype):
@@ -263,7 +264,7 @@ def begin(
         if takes_wide(fmt, tokens, rows, columns, dtype):
             folded = wide_rows.Around(act=act)
             if around is not None and tokens <= MOST_FOLDED:
-                folded = around
+                folded = around(tokens)
             wide = wide_cut(fmt, tiles, rows, columns, processors, folded)
             wide_rows.begin(fmt, tiles, dtype, wide_rows.compiled_as(wide), folded, bias=bias)
         elif shares_rows(fmt, tokens, rows, columns, dtype):

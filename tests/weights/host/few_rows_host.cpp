@@ -171,6 +171,10 @@ static void wait_turn(unsigned long long* at, uint32_t parity) {
     while ((*at & 1) == parity) swapcontext(&fibers[running], &scheduler);
 }
 static void stores_are_visible() {}
+static void copy_block(uint8_t* to, const uint8_t* from, uint32_t bytes, unsigned long long* barrier) {
+    for (uint32_t i = 0; i < bytes; i += 16) copy(to + i, from + i, 16, 16);
+    arrive(barrier);
+}
 
 #if WIDE_ROWS
 // wgmma: a warp's 16 of 64 rows. Columns of x lie in rows of 128 bytes, whose pieces of 16 bytes are swizzled.

@@ -15,6 +15,7 @@ from kvant.weights.codecs import NarrowWeight
 from kvant.weights.cuda import few_rows, shared_rows, wide_rows
 from kvant.weights.cuda.few_rows import Act, Beside, Kind, Warps
 from kvant.weights.cuda.shared_rows import Shares
+from kvant.weights.cuda.wide_rows import Blocks
 
 HERE = Path(__file__).parent
 SOURCES = Path(few_rows.__file__).parent
@@ -73,7 +74,7 @@ def multiply_shared(
 
 def multiply_wide(
     directory: Path,
-    x: Tensor,
+    x: Tensor | Blocks,
     weight: NarrowWeight,
     bias: Tensor | None,
     cut: wide_rows.Cut,
@@ -83,12 +84,13 @@ def multiply_wide(
     """`wide_rows.multiply` on this CPU."""
     arrived = torch.zeros(64, dtype=torch.int32)
     call = wide_rows.arranged(x, weight, bias, cut, arrived, around, beside)
+    data = x.data if isinstance(x, Blocks) else x
     macros = wide_rows.defines(
-        weight.format, few_rows.token_tiles(len(x)), x.dtype, cut, around, bias=bias is not None
+        weight.format, few_rows.token_tiles(len(x)), data.dtype, cut, around, bias=bias is not None
     )
     library = _compiled(directory, "wide_rows", macros)
     shared = wide_rows.shared_bytes(macros)
-    tensors = weight.tensors
+    tensors = [*weight.tensors, data]
     _run(library, wide_rows.ARGUMENTS, call.values, call.programs, shared, tensors)
     assert not arrived.any()
     return call.found

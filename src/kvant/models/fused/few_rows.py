@@ -19,6 +19,8 @@ from kvant.models.fused import few_rows_kernels as kernels
 from kvant.models.fused.few_rows_info import MOST_SPLIT, MOST_TOKENS, ROWS
 from kvant.models.fused.recipe import Activation
 from kvant.models.fused.triton_kernels import ACTIVATIONS
+from kvant.weights.cuda.few_rows import token_tiles
+from kvant.weights.cuda.wide_rows import Blocks, data_of
 
 _DEPTH, _DEEP = 128, 256
 """Columns of a weight's tile: usual, and if a multiprocessor runs one program only."""
@@ -45,13 +47,14 @@ class Cut(NamedTuple):
 class Stream:
     """The state between layers: the residual sum [T, width], and the inputs of the next norm.
 
-    norm_weight: [width]. weighted: [T, width], residual * norm_weight. squares: float32 [stripes, 64], sums
-    of squares. Both are None for a single token: the kernel that reads the sum computes them.
+    norm_weight: [width]. weighted: [T, width], residual * norm_weight, in blocks if its reader takes them.
+    squares: float32 [stripes, 64], sums of squares. Both are None for a single token: the kernel that reads
+    the sum computes them.
     """
 
     residual: Tensor
     norm_weight: Tensor
-    weighted: Tensor | None = None
+    weighted: Tensor | Blocks | None = None
     squares: Tensor | None = None
 
 
@@ -87,36 +90,48 @@ class FewRows:
         owned = (self._arrived, self._partial)
         return sum(part.numel() * part.element_size() for part in owned)
 
-    def embed(self, ids: Tensor, embedding: Tensor, norm_weight: Tensor) -> Stream:
+    def embed(
+        self, ids: Tensor, embedding: Tensor, norm_weight: Tensor, *, blocks: bool = False
+    ) -> Stream:
         """Returns the stream of embeddings.
 
-        ids: [T] int64. embedding: [vocab_size, width]. norm_weight: [width].
+        ids: [T] int64. embedding: [vocab_size, width]. norm_weight: [width]. blocks: whether `weighted` is
+        `Blocks`; if so, the dtype is bfloat16.
         """
         tokens, width = ids.shape[0], embedding.shape[1]
         if tokens == 1:
             return Stream(embedding.index_select(0, ids), norm_weight)
         residual = embedding.new_empty(tokens, width)
-        return self._weigh(residual, norm_weight, ids, embedding)
+        return self._weigh(residual, norm_weight, ids, embedding, blocks=blocks)
 
-    def weigh(self, residual: Tensor, norm_weight: Tensor) -> Stream:
+    def weigh(self, residual: Tensor, norm_weight: Tensor, *, blocks: bool = False) -> Stream:
         """Returns the stream of a complete residual sum [T, width].
 
-        norm_weight: [width], of the next norm.
+        norm_weight: [width], of the next norm. blocks: as in `embed`.
         """
         if residual.shape[0] == 1:
             return Stream(residual, norm_weight)
-        return self._weigh(residual, norm_weight, None, None)
+        return self._weigh(residual, norm_weight, None, None, blocks=blocks)
 
     def _weigh(
-        self, residual: Tensor, norm_weight: Tensor, ids: Tensor | None, embedding: Tensor | None
+        self,
+        residual: Tensor,
+        norm_weight: Tensor,
+        ids: Tensor | None,
+        embedding: Tensor | None,
+        *,
+        blocks: bool,
     ) -> Stream:
         tokens, width = residual.shape
-        weighted = torch.empty_like(residual)
+        weighted: Tensor | Blocks = (
+            Blocks.empty(tokens, width, residual.device) if blocks else torch.empty_like(residual)
+        )
         squares = residual.new_empty(1, MOST_TOKENS, dtype=torch.float32)
         kernels.embed[(tokens,)](
-            ids, embedding, norm_weight, residual, weighted, squares,
+            ids, embedding, norm_weight, residual, data_of(weighted), squares,
             WIDTH=width, PAD=triton.next_power_of_2(width), GATHER=ids is not None,
-            ONE=self._one, AHEAD=self._ahead, num_warps=8 if width > 2048 else 4,
+            TILES=token_tiles(tokens) if blocks else 0, ONE=self._one, AHEAD=self._ahead,
+            num_warps=8 if width > 2048 else 4,
             **({"launch_pdl": True} if self._ahead else {}),
         )  # fmt: skip
         return Stream(residual, norm_weight, weighted, squares)
@@ -223,10 +238,12 @@ class FewRows:
             return
         squares = before.squares
         assert squares is not None
+        rows = before.weighted if x is None else x
+        assert isinstance(rows, Tensor), "these products read rows"
         cut = self._cut(kind, tokens, weight)
         stored = before if after is None else after
         kernels.product[(triton.cdiv(n, ROWS), cut.split)](
-            before.weighted if x is None else x, weight, bias, picked, squares, squares.shape[0],
+            rows, weight, bias, picked, squares, squares.shape[0],
             self._eps, before.residual, stored.norm_weight, out, stored.weighted, stored.squares,
             self._partial, self._arrived, tokens, n,
             COLUMNS=columns, TOKENS=_padded(tokens), ROWS=ROWS, DEPTH=cut.depth, SPLIT=cut.split,

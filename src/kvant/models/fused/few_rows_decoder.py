@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from kvant.models.fused.decoder import FusedDecoder, fuse, gate, gates_of
 from kvant.models.fused.experts import Experts
 from kvant.models.fused.feed_forward import Dense
 from kvant.models.fused.few_rows import FewRows, Stream
-from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Norm
+from kvant.models.fused.layers import LatentLayer, Layer, MixerLayer, Model, Norm
 from kvant.models.fused.linear import (
     Apart,
     DenseLinear,
@@ -43,6 +43,7 @@ from kvant.weights.choose import (
 from kvant.weights.cuda import few_rows as cuda
 from kvant.weights.cuda import wide_rows
 from kvant.weights.cuda.few_rows import Act, Beside, Kind
+from kvant.weights.cuda.wide_rows import Blocks
 from kvant.weights.rounding import Rows
 
 
@@ -88,30 +89,39 @@ class FewRowsDecoder:
             for layer in model.layers
         )
         self._folded = FoldedProducts(self._few, eps, one=one)
-        for layer in model.layers:
+        for layer, reader in zip(model.layers, _readers(model), strict=True):
             if isinstance(layer, Layer):
-                self._begin(layer, one=one)
+                self._begin(layer, reader, one=one)
         _begin(model.head, Kind(one=True, norm=True, plus=one) if self._folds_one else None, None)
 
-    def _begin(self, layer: Layer, *, one: bool) -> None:
-        """Starts compiling the kernels of narrow weights in other threads."""
+    def _begin(self, layer: Layer, reader: Linear | None, *, one: bool) -> None:
+        """Starts compiling the kernels of narrow weights in other threads.
+
+        reader: what reads the layer's results, if known.
+        """
         normed = Kind(one=True, norm=True, plus=one) if self._folds_one else None
         added = Kind(one=True, added=True) if self._folds_one else None
-        behind = wide_rows.Around(norm=True) if self._folds_narrow else None
-        summed = wide_rows.Around(added=True, weighted=True, plus=one) if behind else None
-        _begin(layer.qkv, normed, behind)
-        _begin(layer.output, added, summed)
         forward = layer.feed_forward
+        behind = wide_rows.Around(norm=True)
+        summed = wide_rows.Around(added=True, weighted=True, plus=one)
+
+        def several(
+            around: wide_rows.Around, linear: Linear | None, reader: Linear | None
+        ) -> _Folded | None:
+            return _Folded(around, linear, reader) if self._folds_narrow else None
+
+        up = forward.up if isinstance(forward, Dense) else None
+        _begin(layer.qkv, normed, several(behind, layer.qkv, None))
+        _begin(layer.output, added, several(summed, None, up))
         if isinstance(forward, Experts):
             self._experts.begin(forward, self._fused.model.embedding.dtype, added=self._folds_one)
             return
         act = _ACTS.get(forward.activation) if isinstance(forward.activation, Activation) else None
-        if act is not None and normed is not None:
-            normed = replace(normed, gated=True, act=act)
-        if act is not None and behind is not None:
+        if act is not None:
             behind = replace(behind, act=act)
-        _begin(forward.up, normed, behind, act)
-        _begin(forward.down, added, summed)
+            normed = normed and replace(normed, gated=True, act=act)
+        _begin(forward.up, normed, several(behind, forward.up, forward.down), act)
+        _begin(forward.down, added, several(summed, forward.down, reader))
 
     @property
     def extra_bytes(self) -> int:
@@ -157,11 +167,13 @@ class FewRowsDecoder:
         norms = [*(weight_of(layer.attn_in) for layer in model.layers[1:]), weight_of(model.norm)]
         taps: dict[int, Tensor] = {}
         first = weight_of(model.layers[0].attn_in)
+        blocks = _takes_blocks(_entry(model.layers[0]), len(input_ids))
         if model.table is None:
-            stream = few.embed(input_ids, model.embedding, first)
+            stream = few.embed(input_ids, model.embedding, first, blocks=blocks)
         else:
-            stream = few.weigh(fused.embed(input_ids), first)
-        for index, (layer, norm) in enumerate(zip(model.layers, norms, strict=True)):
+            stream = few.weigh(fused.embed(input_ids), first, blocks=blocks)
+        behind = zip(model.layers, norms, _readers(model), strict=True)
+        for index, (layer, norm, reader) in enumerate(behind):
             if isinstance(layer, MixerLayer):
                 assert isinstance(layer.mixer, Framed)
                 mixed = run_framed(
@@ -172,11 +184,12 @@ class FewRowsDecoder:
             else:
                 assert isinstance(layer, Layer), "folded layers keep keys and values"
                 qkv = folded.normed(stream, layer.qkv)
+                up = layer.feed_forward.up if isinstance(layer.feed_forward, Dense) else None
                 mixed = fused.mix(index, qkv, turns, call)
                 gates = gates_of(qkv, layer)
                 mixed = mixed if gates is None else fused.kernels.gate_heads(mixed, gates)
-                stream = folded.added(mixed, layer.output, stream, weight_of(layer.ffn_in))
-            stream = self._feed_forward(layer.feed_forward, stream, norm)
+                stream = folded.added(mixed, layer.output, stream, weight_of(layer.ffn_in), up)
+            stream = self._feed_forward(layer.feed_forward, stream, norm, reader)
             if index in layers:
                 taps[index] = stream.residual
         if is_own(model.head):
@@ -188,13 +201,18 @@ class FewRowsDecoder:
             logits = model.head(fused.kernels.norm(stream.residual[logits_index], model.norm))
         return fused.finish(logits), tuple(taps[index] for index in layers)
 
-    def _feed_forward(self, layer: Dense | Experts, stream: Stream, norm: Tensor) -> Stream:
-        """Adds a feed-forward layer to the stream. norm: weight [width] of the next norm."""
+    def _feed_forward(
+        self, layer: Dense | Experts, stream: Stream, norm: Tensor, reader: Linear | None
+    ) -> Stream:
+        """Adds a feed-forward layer to the stream.
+
+        norm: weight [width] of the next norm, whose results `reader` multiplies.
+        """
         few = self._few
         if isinstance(layer, Dense):
             assert isinstance(layer.activation, Activation)
-            x = self._folded.normed(stream, layer.up, gate=layer.activation)
-            return self._folded.added(x, layer.down, stream, norm)
+            x = self._folded.gated(stream, layer.up, layer.activation, layer.down)
+            return self._folded.added(x, layer.down, stream, norm, reader)
         logits, residual = few.normed(stream, *layer.router), stream.residual
         eps = self._fused.model.norm.eps
         if self._experts.chooses_itself(len(logits), layer, residual.dtype):
@@ -218,25 +236,42 @@ class FoldedProducts:
     def __init__(self, few: FewRows, eps: float, *, one: bool) -> None:
         self._few, self._eps, self._plus = few, eps, one
 
-    def normed(self, stream: Stream, linear: Linear, gate: Activation | None = None) -> Tensor:
-        """Implements `FewRows.normed` for any weight: returns [T, rows], or [T, rows / 2] with a gate."""
+    def normed(self, stream: Stream, linear: Linear) -> Tensor:
+        """Implements `FewRows.normed` for any weight: returns [T, rows]."""
         if isinstance(linear, Apart):
             return self._beside_each_other(stream, linear)
         if not isinstance(linear, NarrowProduct):
+            return self._few.normed(stream, *numbers(linear))
+        if stream.weighted is not None:
+            return self._behind_norm(stream, stream.weighted, linear, wide_rows.Around()).rows
+        beside = Beside(norm_weight=stream.norm_weight, eps=self._eps)
+        kind = Kind(one=True, norm=True, plus=self._plus)
+        return _one_row(stream.residual, linear, kind, beside)
+
+    def gated(
+        self, stream: Stream, linear: Linear, gate: Activation, reader: Linear
+    ) -> Tensor | Blocks:
+        """Implements `FewRows.normed` with a gate, for any weight.
+
+        Returns [T, rows / 2], in blocks if `reader`, the next product, takes them.
+        """
+        if not isinstance(linear, NarrowProduct):
             return self._few.normed(stream, *numbers(linear), gate=gate)
         if stream.weighted is not None:
-            around = wide_rows.Around(norm=True, act=None if gate is None else _ACTS[gate])
-            behind = wide_rows.Beside(squares=stream.squares, eps=self._eps)
-            return multiply_wide(stream.weighted, linear.weight, linear.bias, around, behind).out
-        kind = Kind(
-            one=True,
-            norm=True,
-            plus=self._plus,
-            gated=gate is not None,
-            act=_ACTS[gate or Activation.SILU],
-        )
+            around = wide_rows.Around(
+                act=_ACTS[gate], makes_blocks=_takes_blocks(reader, len(stream.weighted))
+            )
+            return self._behind_norm(stream, stream.weighted, linear, around).out
+        kind = Kind(one=True, norm=True, plus=self._plus, gated=True, act=_ACTS[gate])
         beside = Beside(norm_weight=stream.norm_weight, eps=self._eps)
         return _one_row(stream.residual, linear, kind, beside)
+
+    def _behind_norm(
+        self, stream: Stream, x: Tensor | Blocks, linear: NarrowProduct, around: wide_rows.Around
+    ) -> wide_rows.Found:
+        around = replace(around, norm=True, takes_blocks=isinstance(x, Blocks))
+        behind = wide_rows.Beside(squares=stream.squares, eps=self._eps)
+        return multiply_wide(x, linear.weight, linear.bias, around, behind)
 
     def _beside_each_other(self, stream: Stream, linear: Apart) -> Tensor:
         """Multiplies one row by weights of different formats; each fills its columns of the result."""
@@ -250,24 +285,67 @@ class FoldedProducts:
             start += part.rows
         return out
 
-    def added(self, x: Tensor, linear: Linear, stream: Stream, norm_weight: Tensor) -> Stream:
+    def added(
+        self,
+        x: Tensor | Blocks,
+        linear: Linear,
+        stream: Stream,
+        norm_weight: Tensor,
+        reader: Linear | None,
+    ) -> Stream:
         """Implements `FewRows.added` for any weight.
 
-        x: [T, columns]. norm_weight: [width], of the next norm.
+        x: [T, columns]. norm_weight: [width], of the next norm. reader: the product behind that norm.
         """
+        x = x.contiguous() if isinstance(x, Tensor) else x
+        if stream.weighted is not None and isinstance(linear, NarrowProduct):
+            around = wide_rows.Around(
+                added=True, weighted=True, plus=self._plus, takes_blocks=isinstance(x, Blocks),
+                makes_blocks=_takes_blocks(reader, len(x)),
+            )  # fmt: skip
+            summed = wide_rows.Beside(residual=stream.residual, norm_weight=norm_weight)
+            found = multiply_wide(x, linear.weight, linear.bias, around, summed)
+            return Stream(found.rows, norm_weight, found.weighted, found.squares)
+        assert isinstance(x, Tensor), "only `multiply_wide` takes blocks"
         if not isinstance(linear, NarrowProduct):
             return self._few.added(x, *numbers(linear), stream, norm_weight)
-        if stream.weighted is not None:
-            around = wide_rows.Around(added=True, weighted=True, plus=self._plus)
-            summed = wide_rows.Beside(residual=stream.residual, norm_weight=norm_weight)
-            found = multiply_wide(x.contiguous(), linear.weight, linear.bias, around, summed)
-            return Stream(found.out, norm_weight, found.weighted, found.squares)
         kind, beside = Kind(one=True, added=True), Beside(residual=stream.residual)
-        return Stream(_one_row(x.contiguous(), linear, kind, beside), norm_weight)
+        return Stream(_one_row(x, linear, kind, beside), norm_weight)
+
+
+def _takes_blocks(linear: Linear | None, tokens: int) -> bool:
+    """Whether the product of this many rows with this weight reads x in blocks."""
+    return isinstance(linear, NarrowProduct) and wide_rows.takes_blocks(
+        linear.weight.format, tokens
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Folded:
+    """What is folded into a product. linear: its weight, if x may be in blocks. reader: of the results."""
+
+    around: wide_rows.Around
+    linear: Linear | None
+    reader: Linear | None
+
+    def __call__(self, tokens: int) -> wide_rows.Around:
+        """Returns what is folded into a product of this many rows."""
+        takes, makes = (_takes_blocks(one, tokens) for one in (self.linear, self.reader))
+        return replace(self.around, takes_blocks=takes, makes_blocks=makes)
+
+
+def _entry(layer: Layer | LatentLayer | MixerLayer) -> Linear | None:
+    """Returns the product that reads a layer's input, if `FoldedProducts` computes it."""
+    return layer.qkv if isinstance(layer, Layer) else None
+
+
+def _readers(model: Model) -> list[Linear | None]:
+    """Returns what reads each layer's results: the next layer's first product, or the head."""
+    return [*(_entry(layer) for layer in model.layers[1:]), model.head]
 
 
 def _begin(
-    linear: Linear, one: Kind | None, around: wide_rows.Around | None, act: Act | None = None
+    linear: Linear, one: Kind | None, around: _Folded | None, act: Act | None = None
 ) -> None:
     """Starts compiling a narrow weight's kernels.
 

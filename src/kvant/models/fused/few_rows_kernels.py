@@ -281,11 +281,13 @@ def ready_row(
 @triton.jit
 def embed(
     ids, embedding, norm_weight, residual, weighted, squares,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, GATHER: tl.constexpr, ONE: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, GATHER: tl.constexpr, TILES: tl.constexpr, ONE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: one token. residual: its embedding; weighted, squares [1, 64]: inputs of the first norm.
 
-    Without GATHER the residual is an input, and ids and embedding are not read. AHEAD: as in `one_row`.
+    Without GATHER the residual is an input, and ids and embedding are not read. TILES: of 8 tokens in
+    `weighted`, which is `wide_rows.Blocks.data`; 0 if it has rows. AHEAD: as in `one_row`.
     """
     if AHEAD:
         gdc_launch_dependents()
@@ -300,5 +302,12 @@ def embed(
         x = tl.load(residual + token * WIDTH + c, mask=mask, other=0.0)
     wide = x.to(tl.float32)
     w = tl.load(norm_weight + c, mask=mask, other=0.0).to(tl.float32) + ONE
-    tl.store(weighted + token * WIDTH + c, (wide * w).to(x.dtype), mask=mask)
+    stored = (wide * w).to(x.dtype)
+    at = token * WIDTH + c
+    if TILES:  # the layout of `wide_rows.cu`
+        stored = (stored.to(tl.float32) * 18446744073709551616.0).to(x.dtype)  # 2 ** 64
+        row = (c // 64 * TILES + token // 8) * 512 + token % 8 * 64
+        piece = (c // 8 % 2 * 4 + c % 8 // 4 * 2 + c % 2) ^ (token % 8)
+        at = row + piece * 8 + c % 64 // 16 * 2 + c % 4 // 2
+    tl.store(weighted + at, stored, mask=mask)
     tl.store(squares + token, tl.sum(wide * wide, 0))

@@ -5,6 +5,8 @@
 // no other. Decoded codes come to the instruction from registers. CARRIERS more warps bring blocks of x to shared
 // memory, up to XS blocks ahead: rows of 128 bytes, with columns in the order in which codes are decoded, and
 // 16-byte pieces swizzled. Only these warps need a fence between their stores and the instruction that reads them.
+// IN_BLOCKS: x lies in memory as shared memory takes it, block by block and times 2^64, and one thread copies blocks.
+// STORES_BLOCKS: results of GATED, or `weighted`, are stored like that for the next product.
 //
 // Where there are several parts, each program stores its sums, and the last one to end adds them up in their
 // order. GATED: rows g of a tile are gates and rows g + 8 their ups. NORM: x is not normalised yet; results of a
@@ -48,6 +50,13 @@ __device__ __forceinline__ void wait_turn(u64* at, u32 parity) {
                  "@p bra DONE;\nbra AGAIN;\nDONE:\n}"
                  :: "r"(shared_address(at)), "r"(parity) : "memory");
 }
+// Copies to shared memory; the barrier's phase also waits for these bytes.
+__device__ __forceinline__ void copy_block(u8* to, const u8* from, u32 bytes, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
 __device__ __forceinline__ void stores_are_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void begin_wide() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_wide() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -88,7 +97,25 @@ __device__ __forceinline__ void multiply_wide(float (&c)[NT][4], const u32 (&a)[
 }
 #endif
 
-// x: [tokens, K]. squares: [stripes, 64] of x. bias: [N]. residual, out, weighted: as wide as results.
+// Two columns in each word, as codes are decoded: 0 and 2, 1 and 3, 4 and 6, 5 and 7. Times 2^64 if RAISE.
+template <bool RAISE>
+__device__ __forceinline__ void split_columns(const uint4& v, u32 (&words)[4]) {
+    words[0] = __byte_perm(v.x, v.y, 0x5410), words[1] = __byte_perm(v.x, v.y, 0x7632);
+    words[2] = __byte_perm(v.z, v.w, 0x5410), words[3] = __byte_perm(v.z, v.w, 0x7632);
+    if (RAISE) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) words[k] = fma2(words[k], 0x5f805f80u, 0x80008000u);
+    }
+}
+
+// Stores 8 columns of a token to a block of x, of which they are the eighth `eighth` of half `half`.
+__device__ __forceinline__ void store_eighth(u8* block, int half, int eighth, int token, const u32 (&words)[4]) {
+    u8* const row = block + (half * NT + token / 8) * 1024 + token % 8 * 128 + eighth / 2 * 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++) *(u32*)(row + ((4 * (eighth % 2) + k) ^ (token % 8)) * 16) = words[k];
+}
+
+// x: [tokens, K], or IN_BLOCKS [K / 128, X_ROOM bytes]. squares: [stripes, 64] of x. bias: [N]. residual, out, weighted: as wide as results.
 // norm_weight: of the next norm. out_squares: [gridDim.x, 64].
 // partial: [gridDim.x, gridDim.y, 4 RT NT, 32 WARPS]. arrived: zeros, and zeros again afterwards.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -116,9 +143,10 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
 #endif
     if (threadIdx.x == 0) {
         for (int s = 0; s < XS; s++) {
-            set_barrier(full + s, CARRIERS);
+            set_barrier(full + s, IN_BLOCKS ? 1 : CARRIERS);
             set_barrier(empty + s, WARPS);
         }
+        if (IN_BLOCKS) stores_are_visible();
     }
 
     // The first of 8 neighbouring rows of the weight. Rows behind the last repeat it.
@@ -311,8 +339,7 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
         wait_before();
 #endif
     } else {
-        // A warp takes 4 tokens by 64 columns at a time: a lane 8 columns of a token, whose pairs go to four pieces.
-        const int carrier = warp - WARPS, eighth = lane % 8;
+        const int carrier = warp - WARPS;
 #if WEIGHTED
         if (carrier == 0 && 64 * lane < RESULTS && stripe * RESULTS + 64 * lane < width) {
             fetch_ahead(norm_weight + stripe * RESULTS + 64 * lane);
@@ -322,10 +349,27 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
 #if PDL
         wait_before();
 #endif
-        const int half = carrier % 2, token0 = carrier / 2 * 4 + lane / 8;
+        int place = 0;
+#if IN_BLOCKS
+        if (threadIdx.x == WARPS * 32) {
+            int parity = 1;
+#pragma unroll 1
+            for (int b = DEEP * begin; b < DEEP * end; b++) {
+                wait_turn(empty + place, parity);
+                // Codes behind the last block are zeros, so any block may be beside them.
+                const u8* from = (const u8*)x + (i64)min(b, blocks - 1) * X_ROOM;
+                copy_block(shared + place * X_ROOM, from, X_ROOM, full + place);
+                if (++place == XS) {
+                    place = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+#else
+        // A warp takes 4 tokens by 64 columns at a time: a lane 8 columns of a token, whose pairs go to four pieces.
+        const int eighth = lane % 8, half = carrier % 2, token0 = carrier / 2 * 4 + lane / 8;
         constexpr int STEP = 2 * CARRIERS;  // tokens from a task to the next
         const u16* const from = x + (i64)token0 * K + 64 * half + 8 * eighth;
-        u8* const to = shared + half * NT * 1024 + eighth / 2 * 4;
         auto read = [&](uint4 (&v)[TASKS], int b) {
 #pragma unroll
             for (int i = 0; i < TASKS; i++) {
@@ -334,28 +378,18 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
                 if (in) v[i] = *(const uint4*)(from + (u32)(STEP * i) * (u32)K + b * 128);
             }
         };
-        int place = 0, parity = 1;
+        int parity = 1;
         auto write = [&](const uint4 (&v)[TASKS]) {
             wait_turn(empty + place, parity);
-            u8* slot = to + place * X_ROOM;
 #pragma unroll
             for (int i = 0; i < TASKS; i++) {
 #if APART
-                u32 words[4] = {__byte_perm(v[i].x, v[i].y, 0x5410), __byte_perm(v[i].x, v[i].y, 0x7632),
-                                __byte_perm(v[i].z, v[i].w, 0x5410), __byte_perm(v[i].z, v[i].w, 0x7632)};
-#if RAISED
-#pragma unroll
-                for (int k = 0; k < 4; k++) words[k] = fma2(words[k], 0x5f805f80u, 0x80008000u);  // times 2^64
-#endif
+                u32 words[4];
+                split_columns<RAISED>(v[i], words);
 #else
                 const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
 #endif
-                const int token = token0 + STEP * i;
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    const int piece = (4 * (eighth % 2) + k) ^ (token % 8);
-                    *(u32*)(slot + token / 8 * 1024 + token % 8 * 128 + piece * 16) = words[k];
-                }
+                store_eighth(shared + place * X_ROOM, half, eighth, token0 + STEP * i, words);
             }
             stores_are_visible();
             __syncwarp();
@@ -376,6 +410,7 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
                 read(v[d], DEEP * (group + 1) + d);
             }
         }
+#endif
 #if NORM
         const int own = threadIdx.x - WARPS * 32;
         float total = 0;
@@ -488,6 +523,16 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
     }
     __syncthreads();
 
+    // Stores 8 results of a token, from column m on, as the next product reads them.
+    auto store_for_next = [&](u16* to, int token, int m, const uint4& v) {
+#if STORES_BLOCKS
+        u32 words[4];
+        split_columns<true>(v, words);
+        store_eighth((u8*)to + (i64)(m / 128) * X_ROOM, m / 64 % 2, m / 8 % 8, token, words);
+#else
+        *(uint4*)(to + (i64)token * width + m) = v;
+#endif
+    };
 #pragma unroll
     for (int turn = 0; turn < TURNS; turn++) {
         const int at = turn * THREADS + threadIdx.x, token = at / EIGHTS, eighth = at % EIGHTS;
@@ -512,9 +557,10 @@ wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, con
                           (u32)rounded(b * (number((u16)(nexts[k] >> 16)) + (WEIGHTED == 2))) << 16;
             }
             v = make_uint4(sums[0], sums[1], sums[2], sums[3]);
-            if (WEIGHTED) *(uint4*)(weighted + to) = make_uint4(made[0], made[1], made[2], made[3]);
+            if (WEIGHTED) store_for_next(weighted, token, m, make_uint4(made[0], made[1], made[2], made[3]));
 #endif
-            *(uint4*)(out + to) = v;
+            if (GATED) store_for_next(out, token, m, v);
+            else *(uint4*)(out + to) = v;
         }
 #if WEIGHTED
 #pragma unroll

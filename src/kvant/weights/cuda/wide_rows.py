@@ -19,6 +19,8 @@ from kvant.weights.format import Code, WeightFormat
 _SOURCES = "decode.cuh", "wide_rows.cu"
 ARGUMENTS = (*[POINTER] * 13, *[INT] * 5, FLOAT)
 _CARRIERS = 4
+_FEW = 16
+"""Most tokens whose rows are not stored in blocks."""
 _SQUARES = 64
 """Sums of squares of a stripe, one for each token."""
 
@@ -52,7 +54,7 @@ class Around:
 
     norm: x is normalised after the product. act: activation of gates, whose rows precede those of ups. added:
     the residual is added. weighted: also returns that sum times the next norm's weight; plus: times
-    1 + weight.
+    1 + weight. takes_blocks: x is `Blocks`. makes_blocks: gated results, or weighted sums, become `Blocks`.
     """
 
     norm: bool = False
@@ -60,6 +62,8 @@ class Around:
     added: bool = False
     weighted: bool = False
     plus: bool = False
+    takes_blocks: bool = False
+    makes_blocks: bool = False
 
 
 PLAIN = Around()
@@ -82,12 +86,44 @@ NOTHING = Beside()
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows x [tokens, columns] in bfloat16, stored as `wide_rows.cu` multiplies them by e4m3 codes.
+
+    data: bfloat16 [columns / 128, 1024 * tiles], blocks of 128 columns of 8 * tiles tokens, times 2 ** 64.
+    Tokens from `tokens` on are undefined. A product then copies whole blocks, without reordering columns.
+    """
+
+    data: Tensor
+    tokens: int
+
+    @staticmethod
+    def empty(tokens: int, columns: int, device: torch.device) -> Blocks:
+        """Returns undefined rows. columns: a multiple of 128."""
+        shape = columns // BLOCK, 8 * BLOCK * token_tiles(tokens)
+        return Blocks(torch.empty(shape, dtype=torch.bfloat16, device=device), tokens)
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    @property
+    def columns(self) -> int:
+        """Columns of x."""
+        return BLOCK * len(self.data)
+
+
+@dataclass(frozen=True, slots=True)
 class Found:
     """out: [tokens, width]. weighted: out times the next norm's weight. squares: float32 [stripes, 64]."""
 
-    out: Tensor
-    weighted: Tensor | None = None
+    out: Tensor | Blocks
+    weighted: Tensor | Blocks | None = None
     squares: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """`out` of a launch that was not asked for blocks."""
+        assert isinstance(self.out, Tensor)
+        return self.out
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +140,15 @@ def reads(fmt: WeightFormat, rows: int, columns: int, dtype: torch.dtype) -> boo
     """Whether the kernel reads weights [rows, columns] on any Hopper GPU."""
     reads = few_rows.reads(fmt, rows, columns, dtype) and columns % BLOCK == 0
     return reads and not few_rows.is_grouped(fmt) and fmt.code is not Code.E2M1
+
+
+def takes_blocks(fmt: WeightFormat, tokens: int) -> bool:
+    """Whether products in bfloat16 with weights that `reads` accepts take x as `Blocks`.
+
+    Engines with fp8 on an H200 became faster with 24 and 32 tokens, and slower with 8 and 16. Chains of
+    products with int4 became slower.
+    """
+    return fmt.code is Code.E4M3 and tokens > _FEW
 
 
 def defines(
@@ -127,6 +172,7 @@ def defines(
         "RESIDENT": cut.resident, "SPLIT": int(cut.parts > 1), "APART": int(not neighbours),
         "RAISED": int(fmt.code is Code.E4M3 and not neighbours),
         "NORM": int(around.norm), "WEIGHTED": int(around.weighted) * (2 if around.plus else 1),
+        "IN_BLOCKS": int(around.takes_blocks), "STORES_BLOCKS": int(around.makes_blocks),
     }  # fmt: skip
 
 
@@ -180,7 +226,7 @@ def begin(
 
 
 def multiply(
-    x: Tensor,
+    x: Tensor | Blocks,
     weight: NarrowWeight,
     bias: Tensor | None,
     cut: Cut,
@@ -194,17 +240,18 @@ def multiply(
     """
     from kvant.kernels.triton.device import arrivals
 
-    arrived = arrivals(x.device, -(-weight.rows // cut.rows))
+    arrived = arrivals(weight.device, -(-weight.rows // cut.rows))
     call = arranged(x, weight, bias, cut, arrived, around, beside)
+    dtype = data_of(x).dtype
     built = kernel(
-        weight.format, token_tiles(len(x)), x.dtype, compiled_as(cut), around, bias=bias is not None
+        weight.format, token_tiles(len(x)), dtype, compiled_as(cut), around, bias=bias is not None
     )
     built.launch(call.programs, threads(cut), call.values, ahead=True)
     return call.found
 
 
 def arranged(
-    x: Tensor,
+    x: Tensor | Blocks,
     weight: NarrowWeight,
     bias: Tensor | None,
     cut: Cut,
@@ -216,27 +263,40 @@ def arranged(
 
     arrived: int32 zeros, at least one for each stripe of rows; zeros again afterwards.
     """
-    tokens, (rows, columns) = x.shape[0], weight.shape
+    assert around.takes_blocks is isinstance(x, Blocks)
+    tokens, (rows, columns), data = len(x), weight.shape, data_of(x)
     width = rows if around.act is None else rows // 2
-    out = x.new_empty(tokens, width)
+
+    def room(*, is_read: bool) -> Tensor | Blocks:
+        if around.makes_blocks and is_read:
+            return Blocks.empty(tokens, width, data.device)
+        return data.new_empty(tokens, width)
+
+    out = room(is_read=around.act is not None)
     stripes = -(-rows // cut.rows)
     weighted = squares = partial = None
     if around.weighted:
-        weighted = torch.empty_like(out)
-        squares = x.new_empty(stripes, _SQUARES, dtype=torch.float32)
+        weighted = room(is_read=True)
+        squares = data.new_empty(stripes, _SQUARES, dtype=torch.float32)
     if cut.parts > 1:
-        room = stripes * cut.parts * 4 * cut.tiles * token_tiles(tokens) * 32 * cut.warps
-        partial = x.new_empty(room, dtype=torch.float32)
+        sums = stripes * cut.parts * 4 * cut.tiles * token_tiles(tokens) * 32 * cut.warps
+        partial = data.new_empty(sums, dtype=torch.float32)
     stride = weight.scales.stride(0) if weight.scales.ndim > 1 else 0
     pointers = (
-        weight.codes, weight.scales, weight.zeros, x, bias, beside.squares, beside.residual,
-        beside.norm_weight, out, weighted, squares, partial, arrived,
+        weight.codes, weight.scales, weight.zeros, data, bias, beside.squares, beside.residual,
+        beside.norm_weight, data_of(out), None if weighted is None else data_of(weighted), squares, partial,
+        arrived,
     )  # fmt: skip
     before = 0 if beside.squares is None else beside.squares.shape[0]
     values = (
         *(address(one) for one in pointers), tokens, rows, columns, stride, before, beside.eps,
     )  # fmt: skip
     return Call(Found(out, weighted, squares), partial, (stripes, cut.parts), values)
+
+
+def data_of(x: Tensor | Blocks) -> Tensor:
+    """Returns the tensor that holds rows."""
+    return x.data if isinstance(x, Blocks) else x
 
 
 def threads(cut: Cut) -> int:

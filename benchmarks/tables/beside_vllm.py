@@ -25,6 +25,7 @@ SHAPES = {
     "gemma-3-12b-long": 1.1,
     "gpt-oss-20b": 1.1,
     "gpt-oss-20b-mxfp4": 1.1,
+    "qwen3-8b-fp8": 1.1,
 }
 """Shapes that both ran on one kind of GPU, and the least ratio of output tokens per second that is wanted.
 

@@ -10,7 +10,7 @@ from benchmarks.tables.throughput import output_tokens_per_second
 
 _MODELS = {
     "Qwen3-8B, bfloat16": ("Qwen3-8B, bfloat16", None, None),
-    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, short contexts in one launch", 430, 9000),
+    "Qwen3-8B, fp8": ("Qwen3-8B, fp8, rows in blocks", 430, 9000),
     "Qwen3-8B, fp8, head bfloat16": ("Qwen3-8B, fp8, norms folded", None, None),
     "Qwen3-8B, int4": ("Qwen3-8B, int4, short contexts in one launch", 620, 9500),
     "Qwen3-8B, int4, head bfloat16": ("Qwen3-8B, int4, norms folded", None, None),
@@ -47,7 +47,8 @@ def goals(narrow: Any) -> Iterator[tuple[str, str, float, int, str]]:
         for requests, bound in zip(("1", "32"), bounds, strict=True):
             if bound is not None:
                 found = narrow["tokens_per_second"][name]
-                yield shown, requests, found[requests], bound, found["revision"]
+                revision = found.get(f"revision of {requests}", found["revision"])
+                yield shown, requests, found[requests], bound, revision
 
 
 @table("turned-attention", "h200-turned-attention.json")
@@ -58,6 +59,29 @@ def turned_attention(found: Any) -> Cells:
         for load, seconds in loads.items():
             old, new = (output_tokens_per_second(load, seconds[name]) for name in ("old", "new"))
             lines.append([weights, load, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.3f}"])
+    return lines
+
+
+@table("narrow-blocks", "h200-narrow-blocks.json")
+def blocks(found: Any) -> Cells:
+    """Returns tok/s of the best repeat with rows and with blocks, by call and load."""
+    lines = [["H200 that reads, TB/s", "requests x input/output", "rows", "blocks", "over rows"]]
+    for call in found["calls"]:
+        speeds: dict[str, dict[str, float]] = {}
+        for row in call["rows"]:
+            speed = output_tokens_per_second(row["load"], row["seconds"])
+            speeds.setdefault(row["load"], {})[row["x"]] = speed
+        for load, one in speeds.items():
+            rows, inner = one["rows"], one["blocks"]
+            lines.append(
+                [
+                    f"{call['bandwidth']:.2f}",
+                    load,
+                    f"{rows:,.0f}",
+                    f"{inner:,.0f}",
+                    f"{inner / rows:.3f}",
+                ]
+            )
     return lines
 
 

@@ -8,6 +8,7 @@ from benchmarks.tables import Cells, table
 from benchmarks.tables.throughput import output_tokens_per_second
 
 KERNELS, ENGINES = "h200-short-decode.json", "h200-short-engines.json"
+EIGHT = "h200-short-decode-8.json"
 
 
 @table("short-decode", KERNELS)
@@ -26,6 +27,18 @@ def kernels(found: Any) -> Cells:
         cells = by_load.setdefault((row["sequences"], row["tokens"]), [])
         cells += [f"{row['general']:.1f}", f"{row['short']:.1f}"]
     return [*lines, *([f"{n} x {tokens}", *cells] for (n, tokens), cells in by_load.items())]
+
+
+@table("short-decode-512", EIGHT)
+def up_to_512_tokens(found: Any) -> Cells:
+    """Returns the time of the short kernel over the general one's, by shape and tokens."""
+    shapes = list(dict.fromkeys((row["shape"], row["tokens"]) for row in found["rows"]))
+    ratios: dict[int, list[str]] = {}
+    for row in found["rows"]:
+        ratio = f"{row['short'] / row['general']:.2f}x"
+        ratios.setdefault(row["sequences"], []).append(ratio)
+    lines = [["sequences", *(f"{shape}, {tokens} tokens" for shape, tokens in shapes)]]
+    return [*lines, *([str(n), *cells] for n, cells in ratios.items())]
 
 
 @table("short-decode-8", KERNELS)

@@ -82,7 +82,7 @@ def _error(kind: str) -> str:
     return f"{'one' if scales == 'one scale' else 'row'} {sums.split()[0]}"
 
 
-_KEPT = {True: "yes", False: "no", None: "not yet"}
+_KEPT = {True: "yes", False: "no"}
 
 
 @table("narrow-chains", "h200-narrow-chains.json")

@@ -66,6 +66,10 @@ def test_numbers_in_16_and_8_bits_are_served_and_nothing_that_it_would_compute_w
     for pair in PAIRS:
         assert serves(stored=pair, sequences=few)
         assert not serves(stored=pair)
+    sides: dict[str, Any] = {"sequences": ((20, 1),) * 129, "stored": PAIRS[0]}  # of 2 KV heads
+    assert not serves(**sides)
+    assert serves(**sides, head_dims=(256, 256))
+    assert serves(sequences=sides["sequences"])
     assert not serves(stored=(KVDtype.NVFP4, KVDtype.NVFP4))
     assert not serves(stored=(STORED[dtype], KVDtype.FP8_E4M3))
     assert not serves(stored=(KVDtype.FP8_E4M3, STORED[dtype]))

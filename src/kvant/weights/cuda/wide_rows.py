@@ -295,7 +295,7 @@ def arranged(
 
 
 def data_of(x: Tensor | Blocks) -> Tensor:
-    """Returns the tensor that holds rows."""
+    """Returns the tensor that holds x: rows [T, columns], or `Blocks.data`."""
     return x.data if isinstance(x, Blocks) else x
 
 

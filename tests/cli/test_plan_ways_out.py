@@ -48,15 +48,19 @@ def test_too_little_memory_is_answered_with_enough(
     assert "does not fit" not in kvant("plan", path, *way).out
 
 
-def test_only_wide_weights_are_offered_to_be_rounded(
+def test_only_wide_weights_that_can_be_rounded_are_offered(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     path = str(models[FAMILIES[0]])
     little = ("--memory", "1KiB", "--dtype", "float32", "--device", "cpu")
     assert "--quantization" in kvant("plan", path, *little).out
     assert "(--quantization)" not in kvant("plan", path, *little, "--quantization", "int8").out
-    stored, _ = build_fp8(tmp_path)
+    stored, _ = build_fp8(tmp_path / "stored")
     assert "(--quantization)" not in kvant("plan", str(stored), *little).out
+    families.build("gpt2", tmp_path / "transposed")
+    refused = kvant("plan", str(tmp_path / "transposed"), *little).out
+    assert "or a smaller model" in refused
+    assert "(--quantization)" not in refused
 
 
 def test_a_longer_sequence_than_fits_is_answered_with_one_that_does(

@@ -42,7 +42,7 @@ from kvant.models.quantization import Activations, Quantization
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.divided import Division
 from kvant.models.sharding.shard import rank_plan
-from kvant.models.stored import declared_weights
+from kvant.models.stored import declared_weights, refuse_rounding
 from kvant.models.weight_audit import WeightAudit
 from kvant.models.weights import WeightBytes
 from kvant.plan.limits import Limits
@@ -401,9 +401,10 @@ class Plan:
             else:
                 more = math.ceil(memory.missing_bytes / self.request.utilization) + 1
                 needed = (memory.total_bytes or 0) + more
-                has_wide_weights = declared_weights(self.target.config) is None
+                config = self.target.config
+                can_round = declared_weights(config) is None and refuse_rounding(config) is None
                 others = " or a smaller model"
-                if self.request.quantization is None and has_wide_weights:
+                if self.request.quantization is None and can_round:
                     others = ", a smaller model, or narrower weights (--quantization)"
                 way = f"--memory {size_argument(needed)}{others}"
             return [f"does not fit: {missing} are missing for a first page of KV; way out: {way}"]

@@ -293,6 +293,13 @@ def _print(tuned: Tuned, body: dict[str, Any], save: Path | None) -> None:
         console.print(
             "[dim]costs of single layers are estimates from gradients, scaled to measured sums[/]"
         )
+    avoided = tuned.avoided
+    if avoided is not None:
+        console.print(
+            f"[dim]{avoided.side.value.upper()} in {avoided.dtype} is avoided: on the measured text the "
+            f"policy loses {avoided.kl:.5f} nats without it and {avoided.kl_with:.5f} with it[/]",
+            soft_wrap=True,
+        )
     figures = figure_table("stored as", ("B/token", "bits", "mean KL", "99 %", "same top"))
     best = tuned.best_uniform
     for one in (tuned.policy, *sorted(tuned.uniform, key=lambda u: u.bytes_per_token)):

@@ -24,6 +24,7 @@ from kvant.kv.request import AskedWide, Requests, check_request
 from kvant.kv.wide import ask_wide
 from kvant.measure.quality.kept import Kept
 from kvant.measure.quality.texts import read_text
+from kvant.measure.tuning import tune
 from kvant.measure.tuning.checks import check_tunable, rows_to_choose
 from kvant.measure.tuning.costs import Costs
 from kvant.measure.tuning.policy_file import policy_text, report, vllm_map
@@ -120,6 +121,36 @@ def test_a_policy_of_mixed_formats_beats_the_uniform_one(tuner: Tuner, tmp_path:
     assert {entry["quant_algo"] for entry in modelopt.values()} <= {
         "FP8", "NVFP4", "FP8_K_NVFP4_V",
     }  # fmt: skip
+
+
+def test_a_format_whose_costs_were_wrong_is_avoided(
+    tuner: Tuner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The search is told that values in 2 bits cost nearly nothing. Reading policies tells otherwise."""
+    (options,) = tuner.options().values()
+    narrow = KVDtype.NORMAL2
+    wrong = {
+        (index, side): [Option(narrow, tuner._bytes(index, side, narrow), 1e-9), *found]
+        if side is Side.V
+        else found
+        for (index, side), found in options.items()
+    }
+    assert tuner.for_bits(7.0).avoided is None
+    monkeypatch.setattr(Tuner, "options", lambda _: {None: wrong})
+    tuned = tuner.for_bits(7.0)
+    avoided = tuned.avoided
+    assert avoided is not None
+    assert (avoided.side, avoided.dtype) == (Side.V, narrow)
+    assert avoided.kl < avoided.kl_with
+    assert all(one.sides[Side.V].dtype is not narrow for one in tuned.chosen.chosen.values())
+    body = report(tuned, tuner.llm.planned.target.geometry, "tiny")
+    assert body["avoided"] == {
+        "side": "v", "format": "normal2", "kld_mean": avoided.kl, "kld_mean_with": avoided.kl_with,
+    }  # fmt: skip
+    monkeypatch.setattr(tune, "best_without_one", lambda *_: {})
+    misled = tuner.for_bits(7.0)
+    assert misled.avoided is None
+    assert tuned.policy.figures.kld_mean < misled.policy.figures.kld_mean
 
 
 def test_the_map_for_vllm_names_formats_of_vllm_alone() -> None:

@@ -15,7 +15,7 @@ from kvant.kv.groups import depends_on_length
 from kvant.kv.request import AskedWide
 from kvant.measure.tuning.costs import Costs
 from kvant.measure.tuning.search import Option
-from kvant.measure.tuning.tune import Tuned, Verified
+from kvant.measure.tuning.tune import Avoided, Tuned, Verified
 
 SCHEMA = 1
 _MODELOPT = {(8, 8): "FP8", (8, 4): "FP8_K_NVFP4_V", (4, 4): "NVFP4"}
@@ -110,6 +110,7 @@ def report(tuned: Tuned, geometry: ModelGeometry, model: str) -> dict[str, Any]:
         "tokens": tuned.length,
         "costs": tuned.costs.value,
         "wide_rows": _rows(tuned.rows),
+        "avoided": None if tuned.avoided is None else _avoided(tuned.avoided),
         "policy": _entry(tuned.policy),
         "uniform": {one.name: _entry(one) for one in tuned.uniform},
         "best_uniform": None if best is None else best.name,
@@ -124,6 +125,12 @@ def _rows(rows: AskedWide | None) -> dict[str, Any] | None:
     if rows is None:
         return None
     return {"recent": rows.recent, "sink": rows.sink, "format": str(rows.format)}
+
+
+def _avoided(one: Avoided) -> dict[str, Any]:
+    return {
+        "side": one.side.value, "format": str(one.dtype), "kld_mean": one.kl, "kld_mean_with": one.kl_with,
+    }  # fmt: skip
 
 
 def _entry(one: Verified) -> dict[str, Any]:

@@ -134,6 +134,34 @@ def best_within(
     return Assignment({place: chosen[place] for place in places})
 
 
+def best_without_one(
+    options: Mapping[int, Sequence[LayerOption]],
+    found: Assignment[int, LayerOption],
+    budget: int,
+) -> dict[tuple[Side, KVDtype], Assignment[int, LayerOption]]:
+    """Returns the best assignments that avoid one format of `found` each, by its side and name.
+
+    options: all of them, since the avoided format may be what beats another one. The model dtype, which costs
+    nothing, is never avoided. Neither is a format that the budget needs.
+    """
+    used = {
+        (side, option.dtype): None
+        for one in found.chosen.values()
+        for side, option in one.sides.items()
+        if option.kl > 0
+    }
+    others: dict[tuple[Side, KVDtype], Assignment[int, LayerOption]] = {}
+    for side, dtype in used:
+        left = {
+            index: not_beaten(way for way in ways if way.sides[side].dtype is not dtype)
+            for index, ways in options.items()
+        }
+        other = best_within(left, budget) if all(left.values()) else None
+        if other is not None:
+            others[side, dtype] = other
+    return others
+
+
 def smallest_under(
     options: Mapping[Key, Sequence[Choice]], most_kl: float
 ) -> Assignment[Key, Choice] | None:

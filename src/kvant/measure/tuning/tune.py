@@ -2,7 +2,9 @@
 
     1  each format on all layers' keys, or all layers' values; formats that are worse in bytes and KL drop out
     2  each remaining format on one layer and side only: a reading for each, or an estimate (`gradients.py`)
-    3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1
+    3  the search (`search.py`), over the figures of 2, scaled so that their sums equal those of 1. Under a
+       byte budget, policies that avoid one of its formats are searched for too; all are read on the text of
+       1, and one of them is taken if it clearly loses less
     4  the found policy and the best uniform formats, on text that no earlier step has read
 
 Each layer that can store wide rows (`kvant.kv.wide`) gets one of several choices of them, for both sides or
@@ -11,7 +13,7 @@ number of rows; costs of other numbers lie on a line between them. Estimates of 
 and the factors that scale them lie on that line. What wide rows bring depends on the length
 of a sequence. So step 1 reads a window as long as the sequence whose bytes count.
 
-Finished parts of 1, 2 and 4 are kept on disk (`kvant.measure.quality.kept`).
+Finished parts are kept on disk (`kvant.measure.quality.kept`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from kvant.engine.llm import LLM
@@ -51,6 +54,7 @@ from kvant.measure.tuning.search import (
     Option,
     Place,
     best_within,
+    best_without_one,
     fewest_bytes,
     least_kl,
     not_beaten,
@@ -60,6 +64,8 @@ from kvant.plan.resolution import resolve_again
 
 ROUNDS = 4
 """Verifications for --max-kl after which budgets shrink by a fixed factor, down to the policy of least KL."""
+CLEARLY = 2.0
+"""Standard errors of a paired difference from which one policy loses less than another."""
 AT_ONCE = 8  # plans that read side by side; their results are kept as one part
 Rows = AskedWide | None
 """Rows that a layer stores wide too; None for none."""
@@ -139,12 +145,25 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True)
+class Avoided:
+    """A format that the policy avoids, because it then loses less on the text of step 1.
+
+    kl: mean KL there. kl_with: that of the policy that the search found best.
+    """
+
+    side: Side
+    dtype: KVDtype
+    kl: float
+    kl_with: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tuned:
     """The result.
 
     options: of every place, with costs beside the wide rows of its layer. chosen: the policy by layer.
     policy, uniform: figures on held-out text. length: tokens of the sequence whose bytes count. costs: where
-    those of single layers come from.
+    those of single layers come from. avoided: a format that was dropped after the search.
     """
 
     options: Mapping[Place, Sequence[Option]]
@@ -154,6 +173,7 @@ class Tuned:
     uniform: tuple[Verified, ...]
     length: int
     costs: Costs = Costs.MEASURED
+    avoided: Avoided | None = None
 
     @property
     def rows(self) -> Rows:
@@ -267,7 +287,10 @@ class Tuner:
         options = self.options()
         found = best_within(self._layers(options), budget)
         assert found is not None, "the narrowest formats are among the options"
-        return self.beside_uniform(self._verified(options, found))
+        others = best_without_one(self._all_ways(options), found, budget)
+        found, avoided = self._least_read(found, others)
+        tuned = replace(self._verified(options, found), avoided=avoided)
+        return self.beside_uniform(tuned)
 
     def for_kl(self, most: float) -> Tuned:
         """Returns the policy of fewest bytes whose measured mean KL is at most `most`, on held-out text.
@@ -439,6 +462,12 @@ class Tuner:
         self, options: Mapping[Rows, Mapping[Place, Sequence[Option]]]
     ) -> dict[int, list[LayerOption]]:
         """Returns the ways to store each layer, without ways that another one beats."""
+        return {index: not_beaten(ways) for index, ways in self._all_ways(options).items()}
+
+    def _all_ways(
+        self, options: Mapping[Rows, Mapping[Place, Sequence[Option]]]
+    ) -> dict[int, list[LayerOption]]:
+        """Returns the ways to store each layer."""
         found: dict[int, list[LayerOption]] = {index: [] for index, _ in self.places()}
         for rows in self._ways(options):
             for index in found:
@@ -452,7 +481,7 @@ class Tuner:
                             sides = {Side.K: k, Side.V: v}
                             stored = rows if index in self._able else None
                             found[index].append(LayerOption(sides, stored, size))
-        return {index: not_beaten(ways) for index, ways in found.items()}
+        return found
 
     def _ways(self, measured: Iterable[Rows]) -> list[Rows]:
         """Returns what a layer may store wide: each choice, and beside None each side of it alone."""
@@ -601,16 +630,43 @@ class Tuner:
             for number, group in enumerate(kept_together(self.wide, plans, batch, device))
         ]
 
+    # -- choosing ------------------------------------------------------------------------------
+
+    def _least_read(
+        self, found: Policy, others: Mapping[tuple[Side, KVDtype], Policy]
+    ) -> tuple[Policy, Avoided | None]:
+        """Returns `found`, or the one of `others` that clearly loses least on the text of step 1.
+
+        others: by the format that each avoids. Costs of one format may be less certain than those of others,
+        and sums of costs do not tell.
+        """
+        plan = self._plan_of_policy(found)
+        plans = {key: self._plan_of_policy(other) for key, other in others.items()}
+        distinct = {one.fingerprint: one for one in (plan, *plans.values())}
+        if len(distinct) == 1:
+            return found, None
+        digest = hashlib.sha256(" ".join(distinct).encode()).hexdigest()[:12]
+        parts = self._comparisons(f"policies-{digest}", distinct, self.lesson.whole)
+        kl: dict[str, list[npt.NDArray[np.float64]]] = {}
+        for arrays in run_parts(parts, self.kept, self.on_progress).values():
+            for name, one in unpack(arrays).items():
+                if name:
+                    kl.setdefault(name, []).append(one.prefill.kl)
+        read = {name: np.concatenate(some) for name, some in kl.items()}
+        own = read[plan.fingerprint]
+        best = min(plans, key=lambda key: read[plans[key].fingerprint].mean())
+        less = own - read[plans[best].fingerprint]
+        if less.mean() <= CLEARLY * less.std() / math.sqrt(len(less)):
+            return found, None
+        return others[best], Avoided(*best, float((own - less).mean()), float(own.mean()))
+
     # -- verifying -----------------------------------------------------------------------------
 
     def _verified(
         self, options: Mapping[Rows, Mapping[Place, Sequence[Option]]], chosen: Policy
     ) -> Tuned:
         """Measures the policy on held-out text, without uniform formats."""
-        plan = self.plan_of(
-            {(i, s): o.dtype for i, one in chosen.chosen.items() for s, o in one.sides.items()},
-            {index: one.rows for index, one in chosen.chosen.items()},
-        )
+        plan = self._plan_of_policy(chosen)
         counted = round(bytes_per_token_at(plan, self.length) * self.length)
         assert counted == chosen.bytes, "the search counts what the plan stores"
         (policy,) = self._on_held_out(plan.fingerprint[:12], {"policy": (plan, None)})
@@ -681,6 +737,12 @@ class Tuner:
             )
             for name, (plan, rows) in plans.items()
         ]
+
+    def _plan_of_policy(self, chosen: Policy) -> KVPlan:
+        return self.plan_of(
+            {(i, s): o.dtype for i, one in chosen.chosen.items() for s, o in one.sides.items()},
+            {index: one.rows for index, one in chosen.chosen.items()},
+        )
 
     def plan_of(self, layers: Layers, rows: Mapping[int, Rows]) -> KVPlan:
         """Returns the plan that stores these formats in these places, and the model dtype elsewhere.

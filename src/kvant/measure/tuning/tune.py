@@ -28,7 +28,6 @@ from functools import cached_property, partial
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from kvant.engine.llm import LLM
@@ -609,12 +608,20 @@ class Tuner:
         for start in range(0, len(names), AT_ONCE):
             some = {name: plans[keys[name]] for name in names[start : start + AT_ONCE]}
             parts += self._comparisons(f"{what}-{start}", some, ids)
-        kl: dict[str, list[float]] = {}
+        kl = {
+            name: [float(one.prefill.kl.mean()) for one in found]
+            for name, found in self._run(parts).items()
+        }
+        return {keys[name]: sum(kl[one]) / len(kl[one]) for name, one in same.items()}
+
+    def _run(self, parts: Sequence[Part]) -> dict[str, list[Compared]]:
+        """Returns what comparisons found, by the plan's name: one for each batch of windows."""
+        found: dict[str, list[Compared]] = {}
         for arrays in run_parts(parts, self.kept, self.on_progress).values():
             for name, one in unpack(arrays).items():
-                if name:
-                    kl.setdefault(name, []).append(float(one.prefill.kl.mean()))
-        return {keys[name]: sum(kl[one]) / len(kl[one]) for name, one in same.items()}
+                if name:  # without one it is the noise floor
+                    found.setdefault(name, []).append(one)
+        return found
 
     def _comparisons(self, what: str, plans: Mapping[str, KVPlan], ids: Tensor) -> list[Part]:
         is_measured = ids.shape[1] == self.lesson.measured.shape[1]
@@ -647,18 +654,17 @@ class Tuner:
             return found, None
         digest = hashlib.sha256(" ".join(distinct).encode()).hexdigest()[:12]
         parts = self._comparisons(f"policies-{digest}", distinct, self.lesson.whole)
-        kl: dict[str, list[npt.NDArray[np.float64]]] = {}
-        for arrays in run_parts(parts, self.kept, self.on_progress).values():
-            for name, one in unpack(arrays).items():
-                if name:
-                    kl.setdefault(name, []).append(one.prefill.kl)
-        read = {name: np.concatenate(some) for name, some in kl.items()}
+        read = {
+            name: np.concatenate([one.prefill.kl for one in some])
+            for name, some in self._run(parts).items()
+        }
         own = read[plan.fingerprint]
         best = min(plans, key=lambda key: read[plans[key].fingerprint].mean())
-        less = own - read[plans[best].fingerprint]
+        other = read[plans[best].fingerprint]
+        less = own - other
         if less.mean() <= CLEARLY * less.std() / math.sqrt(len(less)):
             return found, None
-        return others[best], Avoided(*best, float((own - less).mean()), float(own.mean()))
+        return others[best], Avoided(*best, float(other.mean()), float(own.mean()))
 
     # -- verifying -----------------------------------------------------------------------------
 
@@ -723,10 +729,7 @@ class Tuner:
     def _on_held_out(self, label: str, plans: Mapping[str, tuple[KVPlan, Rows]]) -> list[Verified]:
         stored = {name: plan for name, (plan, _) in plans.items()}
         parts = self._comparisons(f"verified-{label}", stored, self.lesson.held_out)
-        found: dict[str, list[Compared]] = {}
-        for arrays in run_parts(parts, self.kept, self.on_progress).values():
-            for name, one in unpack(arrays).items():
-                found.setdefault(name, []).append(one)
+        found = self._run(parts)
         return [
             Verified(
                 name,

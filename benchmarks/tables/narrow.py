@@ -74,14 +74,9 @@ def blocks(found: Any) -> Cells:
         for load, one in speeds.items():
             rows, inner = one["rows"], one["blocks"]
             lines.append(
-                [
-                    f"{call['bandwidth']:.2f}",
-                    load,
-                    f"{rows:,.0f}",
-                    f"{inner:,.0f}",
-                    f"{inner / rows:.3f}",
-                ]
-            )
+                [f"{call['bandwidth']:.2f}", load, f"{rows:,.0f}", f"{inner:,.0f}",
+                 f"{inner / rows:.3f}"]
+            )  # fmt: skip
     return lines
 
 

@@ -228,7 +228,7 @@ def multiply_wide(
     around: wide_rows.Around,
     beside: wide_rows.Beside,
 ) -> wide_rows.Found:
-    """Multiplies x [T, columns], contiguous, for a T that `takes_wide`, with other operations folded in."""
+    """Multiplies x [T, columns], contiguous or in blocks, for a T that `takes_wide`; folds in `around`."""
     tiles, processors = few_rows.token_tiles(len(x)), multiprocessors(weight.device)
     cut = wide_cut(weight.format, tiles, *weight.shape, processors, around)
     return wide_rows.multiply(x, weight, bias, cut, around, beside)

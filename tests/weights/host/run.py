@@ -84,7 +84,7 @@ def multiply_wide(
     """`wide_rows.multiply` on this CPU."""
     arrived = torch.zeros(64, dtype=torch.int32)
     call = wide_rows.arranged(x, weight, bias, cut, arrived, around, beside)
-    data = x.data if isinstance(x, Blocks) else x
+    data = wide_rows.data_of(x)
     macros = wide_rows.defines(
         weight.format, few_rows.token_tiles(len(x)), data.dtype, cut, around, bias=bias is not None
     )

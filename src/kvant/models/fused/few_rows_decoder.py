@@ -106,13 +106,12 @@ class FewRowsDecoder:
         summed = wide_rows.Around(added=True, weighted=True, plus=one)
 
         def several(
-            around: wide_rows.Around, linear: Linear | None, reader: Linear | None
+            around: wide_rows.Around, linear: Linear | None, then: Linear | None
         ) -> _Folded | None:
-            return _Folded(around, linear, reader) if self._folds_narrow else None
+            return _Folded(around, linear, then) if self._folds_narrow else None
 
-        up = forward.up if isinstance(forward, Dense) else None
         _begin(layer.qkv, normed, several(behind, layer.qkv, None))
-        _begin(layer.output, added, several(summed, None, up))
+        _begin(layer.output, added, several(summed, None, _up(layer)))
         if isinstance(forward, Experts):
             self._experts.begin(forward, self._fused.model.embedding.dtype, added=self._folds_one)
             return
@@ -184,11 +183,11 @@ class FewRowsDecoder:
             else:
                 assert isinstance(layer, Layer), "folded layers keep keys and values"
                 qkv = folded.normed(stream, layer.qkv)
-                up = layer.feed_forward.up if isinstance(layer.feed_forward, Dense) else None
                 mixed = fused.mix(index, qkv, turns, call)
                 gates = gates_of(qkv, layer)
                 mixed = mixed if gates is None else fused.kernels.gate_heads(mixed, gates)
-                stream = folded.added(mixed, layer.output, stream, weight_of(layer.ffn_in), up)
+                norm_weight = weight_of(layer.ffn_in)
+                stream = folded.added(mixed, layer.output, stream, norm_weight, _up(layer))
             stream = self._feed_forward(layer.feed_forward, stream, norm, reader)
             if index in layers:
                 taps[index] = stream.residual
@@ -337,6 +336,11 @@ class _Folded:
 def _entry(layer: Layer | LatentLayer | MixerLayer) -> Linear | None:
     """Returns the product that reads a layer's input, if `FoldedProducts` computes it."""
     return layer.qkv if isinstance(layer, Layer) else None
+
+
+def _up(layer: Layer) -> Linear | None:
+    """Returns the product that reads the sum behind a layer's attention, if `FoldedProducts` computes it."""
+    return layer.feed_forward.up if isinstance(layer.feed_forward, Dense) else None
 
 
 def _readers(model: Model) -> list[Linear | None]:

@@ -115,8 +115,8 @@ __device__ __forceinline__ void store_eighth(u8* block, int half, int eighth, in
     for (int k = 0; k < 4; k++) *(u32*)(row + ((4 * (eighth % 2) + k) ^ (token % 8)) * 16) = words[k];
 }
 
-// x: [tokens, K], or IN_BLOCKS [K / 128, X_ROOM bytes]. squares: [stripes, 64] of x. bias: [N]. residual, out, weighted: as wide as results.
-// norm_weight: of the next norm. out_squares: [gridDim.x, 64].
+// x: [tokens, K], or [K / 128, X_ROOM bytes] IN_BLOCKS. squares: [stripes, 64] of x. bias: [N]. residual: as wide as
+// results. out, weighted: likewise, or as x IN_BLOCKS. norm_weight: of the next norm. out_squares: [gridDim.x, 64].
 // partial: [gridDim.x, gridDim.y, 4 RT NT, 32 WARPS]. arrived: zeros, and zeros again afterwards.
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 wide_rows(const u8* weight, const u8* scales, const u8* zeros, const u16* x, const u16* bias, const float* squares,

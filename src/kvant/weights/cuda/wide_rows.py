@@ -233,10 +233,11 @@ def multiply(
     around: Around = PLAIN,
     beside: Beside = NOTHING,
 ) -> Found:
-    """Multiplies x [T, columns], contiguous, T up to 64, by a weight; returns [T, rows] in x's dtype.
+    """Multiplies x [T, columns], contiguous or `Blocks`, T up to 64, by a weight [rows, columns].
 
-    The format must be one that `reads` accepts. bias: [rows] or None. With `Around.act` the weight's rows are
-    all gates, then all ups, and the result is [T, rows / 2], activated.
+    Returns [T, rows] in x's dtype, and what `around` adds. The format must be one that `reads` accepts. bias:
+    [rows] or None. With `Around.act` the weight's rows are all gates, then all ups, and the result is
+    [T, rows / 2], activated.
     """
     from kvant.kernels.triton.device import arrivals
 

@@ -219,25 +219,31 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
   const u64 queries = descriptor(smem_of(base) + warp / 4 * Q_BYTES);
   // Keys that each row sees end here; padding rows see what the last row sees.
   const int sees[2] = {causal ? min(offset + r0 + 1, length) : length, causal ? min(offset + r0 + 9, length) : length};
-  const int open = (causal ? min(offset + block * ROWS + 1, length) : length) / TILE;  // tiles that all rows see whole
+  // Tiles that all rows of the warpgroup see whole, and tiles that one of them sees.
+  const int top = block * ROWS + 64 * (warp / 4);
+  const int open = (causal ? min(offset + top + 1, length) : length) / TILE;
+  const int seen = top >= num_queries ? 0 : ((causal ? min(offset + top + 64, length) : length) + TILE - 1) / TILE;
   float o[HEAD / 2], s[64], den[2] = {0.0f, 0.0f}, level[2] = {LOWEST, LOWEST}, unit = SCALED_V ? -126.0f : 0.0f;
 #pragma unroll
   for (int i = 0; i < HEAD / 2; ++i) o[i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 64; ++i) s[i] = 0.0f;
   Turn turn, behind;
-  for (int i = 0; i < num_tiles; ++i, turn.next()) {
+  auto refill = [&](int i) {  // the space of the tile LAG before tile i
+    if (i < LAG) return;
+    if (tid == 0 && i - LAG + STAGES < num_tiles) {
+      wait_for(freed + 8 * behind.index, behind.parity);
+      copy_tile(space + behind.index * STAGE, from, filled + 8 * behind.index);
+      from += STAGE;
+    }
+    behind.next();
+  };
+  int i = 0;
+  for (; i < seen; ++i, turn.next()) {
     const u32 tile = space + turn.index * STAGE;
     wait_for(filled + 8 * turn.index, turn.parity);
     multiply_keys(s, queries, descriptor(tile));
-    if (i >= LAG) {
-      if (tid == 0 && i - LAG + STAGES < num_tiles) {
-        wait_for(freed + 8 * behind.index, behind.parity);
-        copy_tile(space + behind.index * STAGE, from, filled + 8 * behind.index);
-        from += STAGE;
-      }
-      behind.next();
-    }
+    refill(i);
     mma_wait<0>();
     settle(s);
     // s[4 j + 2 h + c]: row h, key 8 j + 2 t + c
@@ -313,6 +319,11 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
     if (lane == 0) arrive(freed + 8 * turn.index);
 #pragma unroll
     for (int j = 0; j < HEAD / 2; ++j) o[j] = fmaf(o[j], fade[j / 2 & 1], sums[j]);
+  }
+  for (; i < num_tiles; ++i, turn.next()) {  // tiles of the other warpgroups alone
+    wait_for(filled + 8 * turn.index, turn.parity);
+    refill(i);
+    if (lane == 0) arrive(freed + 8 * turn.index);
   }
 
   float value = ex2(unit);

@@ -79,8 +79,10 @@ _NO_LIMIT = 1 << 40
 _FEW = 128
 """Rows of the smaller of the two recorded choosers."""
 
-_ROWS, _TOKENS, _STARTS, _COUNTS, _LIMITS, _INDEX, _VALUES, _CLEARED = range(8)
-"""Row indices of a step's host inputs. _INDEX, _VALUES: changed page ids. _CLEARED: pages to clear."""
+_INPUTS = 9
+_ROWS, _TOKENS, _STARTS, _COUNTS, _LIMITS, _KEPT, _INDEX, _VALUES, _CLEARED = range(_INPUTS)
+"""Row indices of a step's host inputs. _KEPT: 1 if a row's logits are read after the step. _INDEX, _VALUES:
+changed page ids. _CLEARED: pages to clear."""
 
 _MOST_CLEARED = 64
 """The most pages that a recorded step clears. More pages are cleared by a separate launch."""
@@ -106,7 +108,7 @@ class _Staging:
     """
 
     def __init__(self, recorder: Recorder, seqs: int, rows: int, mixed: int) -> None:
-        self.numbers = recorder.host_buffer(8, seqs, dtype=torch.int64)
+        self.numbers = recorder.host_buffer(_INPUTS, seqs, dtype=torch.int64)
         self.mixed = recorder.host_buffer(mixed, dtype=torch.int64)
         self.u = recorder.host_buffer(seqs, dtype=torch.float64)
         # Contiguous like the graph's results: a copy into strided memory would make the host wait.
@@ -155,7 +157,7 @@ class StepGraphs:
         max_pages = -(-max_model_len // page_size)
         self.state = DeviceState(most_seqs, max_pages, device, num_groups)
         self.logits = SharedLogits()
-        self._numbers = torch.zeros(8, most_seqs, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(_INPUTS, most_seqs, dtype=torch.int64, device=device)
         shape = num_groups, most_seqs, max_pages
         self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self._draws = torch.zeros(most_seqs, 5, dtype=torch.float64, device=device)
@@ -266,6 +268,7 @@ class StepGraphs:
         host[_COUNTS, :count] = schedule.counts
         if k and schedule.max_drafts is not None:
             host[_COUNTS, :count] += schedule.max_drafts
+        host[_KEPT, :count] = schedule.needs_host or ~table.is_greedy[schedule.rows]
         host[_INDEX, : len(index)] = index
         host[_VALUES, : len(index)] = values[: len(index)]
         if pages := listed(cleared):
@@ -332,7 +335,7 @@ class StepGraphs:
         return Launched(schedule, graph.logits, read, is_final, batch)
 
     def _clear(self, staging: _Staging, size: int) -> NDArray[np.int64]:
-        """Returns the staging inputs [8, most_seqs] after setting their first `size` columns to padding."""
+        """Returns the staging inputs [_INPUTS, most_seqs]; their first `size` columns become padding."""
         host: NDArray[np.int64] = staging.numbers.numpy()
         host[:, :size] = 0
         host[_ROWS, :size] = self.state.padding_row
@@ -424,7 +427,8 @@ class StepGraphs:
         longest: tokens of a sequence in the cache, at most.
         """
         state, tables = self.state, self._tables[:, :size]
-        rows, tokens, starts, counts, limits, index, values, cleared = self._numbers[:, :size]
+        inputs = self._numbers[:, :size]
+        rows, tokens, starts, counts, limits, wanted, index, values, cleared = inputs
         if self._eraser is not None:
             self._eraser.clear_listed(cleared[:_MOST_CLEARED])
         if has_kernels(state.device):
@@ -437,7 +441,9 @@ class StepGraphs:
                 )  # fmt: skip
                 logits = self._forward(ids, step, self._places[:size])
                 kept = self.logits.room(logits)
-                return kept, most_likely(logits, rows, step.positions, step.seqlens_kv, state, kept)
+                return kept, most_likely(
+                    logits, rows, step.positions, step.seqlens_kv, state, kept, wanted
+                )
         else:
             there = index >= 0
             state.pages.view(-1).index_put_((index[there],), values[there].to(torch.int32))

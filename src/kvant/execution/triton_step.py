@@ -91,15 +91,15 @@ def _slots_in(
 
 def most_likely(
     logits: Tensor, rows: Tensor, positions: Tensor, counts: Tensor, state: DeviceState,
-    kept: Tensor | None = None,
+    kept: Tensor | None = None, wanted: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Chooses each row's most likely token and stores it as its sequence's newest token in `state`.
 
     logits: [n, vocab_size] floats, which may hold NaN and infinities. rows, positions: [n] int64, the
     sequence's row and the position of the token before. counts: [n] integers, 0 for padding rows. kept: [n,
-    vocab_size] in the dtype of logits or a wider one, to which they are copied by the way. Returns [2 n]
-    int64: whether each row's largest logit is finite, then the tokens, -1 for padding. The first of equal
-    logits is chosen.
+    vocab_size] in the dtype of logits or a wider one, to which rows are copied by the way. wanted: [n]
+    integers, 0 for rows that are not copied; None copies all. Returns [2 n] int64: whether each row's largest
+    logit is finite, then the tokens, -1 for padding. The first of equal logits is chosen.
     """
     count, size = logits.shape
     found = rows.new_empty(2 * count)
@@ -107,8 +107,9 @@ def most_likely(
     best = logits.new_empty(count, stretches)
     places = rows.new_empty(count, stretches, dtype=torch.int32)
     _most_likely[(count, stretches)](
-        logits, logits.stride(0), kept, 0 if kept is None else kept.stride(0), size, rows, positions, counts,
-        best, places, arrivals(logits.device, count), found, state.tokens, state.lengths, count, stretches,
+        logits, logits.stride(0), kept, 0 if kept is None else kept.stride(0), wanted, size, rows, positions,
+        counts, best, places, arrivals(logits.device, count), found, state.tokens, state.lengths, count,
+        stretches,
         STRETCH=_STRETCH, PAD=triton.next_power_of_2(stretches), KEEPS=kept is not None, num_warps=4,
     )  # fmt: skip
     return found
@@ -170,21 +171,24 @@ def _gather_pages(rows, seqlens, pages, stride, table, out_stride, PAGE: tl.cons
 
 
 @triton.jit(do_not_specialize=("count",))
-def _most_likely(logits, stride, kept, kept_stride, size, rows, positions, counts, best, places, arrived,
-                 found, newest, lengths, count, stretches,
+def _most_likely(logits, stride, kept, kept_stride, wanted, size, rows, positions, counts, best, places,
+                 arrived, found, newest, lengths, count, stretches,
                  STRETCH: tl.constexpr, PAD: tl.constexpr, KEEPS: tl.constexpr):  # fmt: skip
     """One program per stretch of a row of logits; the row's last program compares all stretches.
 
     best: [n, stretches], the largest logit of each stretch, +Inf if it holds NaN. places: its index. KEEPS:
-    the program copies its stretch to `kept`.
+    the program copies its stretch to `kept`, if its row is `wanted`.
     """
     row = tl.program_id(0)
     stretch = tl.program_id(1)
     c = stretch * STRETCH + tl.arange(0, STRETCH)
     x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < size, other=float("-inf"))
     if KEEPS:
+        end = size
+        if wanted is not None:
+            end = tl.where(tl.load(wanted + row) != 0, size, 0)
         at_kept = kept + row.to(tl.int64) * kept_stride + c
-        tl.store(at_kept, x.to(kept.dtype.element_ty), mask=c < size)
+        tl.store(at_kept, x.to(kept.dtype.element_ty), mask=c < end)
     x = tl.where(x == x, x, float("inf"))
     top = tl.max(x, 0)
     at = tl.min(tl.where((x == top) & (c < size), c, size - 1), 0)

@@ -137,7 +137,7 @@ def _engine() -> None:
         most_likely(logits, tokens, tokens, tokens, state)
         most_likely(logits, tokens, tokens, tokens, state, kept=logits)
     wide = torch.zeros(3, 9000)
-    most_likely(wide.to(torch.bfloat16), tokens, tokens, tokens, state, kept=wide)
+    most_likely(wide.to(torch.bfloat16), tokens, tokens, tokens, state, wide, tokens)
     write_pages(state, tokens, tokens)
     table = torch.zeros(3, 4, dtype=torch.int32)
     plain_step(tokens, tokens, tokens, tokens, tokens, state, table[None], 16, 64)

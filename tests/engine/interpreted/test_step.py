@@ -107,6 +107,14 @@ def test_the_most_likely_token_is_the_first_of_the_largest_and_unsound_rows_are_
     torch.testing.assert_close(kept[:7, :size], logits.to(wide), rtol=0, atol=0, equal_nan=True)
     assert kept[7:].eq(5).all()
     assert kept[:, size:].eq(5).all()
+    some = torch.full((7, size), 5.0, dtype=wide, device=DEVICE)
+    wanted = torch.tensor([0, 1, 0, 1, 1, 0, 0], device=DEVICE)
+    again = most_likely(logits, rows, positions, counts, state, some, wanted).view(2, 7)
+    assert again.tolist() == [sound.tolist(), tokens.tolist()]
+    assert some[wanted == 0].eq(5).all()
+    torch.testing.assert_close(
+        some[wanted > 0], kept[:7, :size][wanted > 0], rtol=0, atol=0, equal_nan=True
+    )
     counts[3] = 0
     before = state.tokens.tolist(), state.lengths.tolist()
     sound, tokens = most_likely(logits, rows, 2 * positions, counts, state).view(2, 7)

@@ -26,7 +26,7 @@ SIZE = 4
 _MOST = 128 * 128
 """Maximum number of elements of a head's state in a program's registers."""
 
-_TILE, _STAGES = 32, 3
+_TILE, _STAGES = 32, 4
 """Values in a tile of the state, where a program does not hold a whole head, and tiles in flight."""
 
 _CROWD = 15
@@ -74,7 +74,8 @@ def delta_layer(
     }  # fmt: skip
     programs, processors = n * key_heads, multiprocessors(qkv.device)
     if is_crowd(programs, processors):
-        _delta_tiles[(n, key_heads)](
+        # Programs of one sequence run side by side.
+        _delta_tiles[(key_heads, n)](
             *given, *qkv.new_empty(2, n, heads * values), **constants,
             MANY=triton.next_power_of_2(heads // key_heads), BLOCK=min(_TILE, wide), STAGES=_STAGES,
             num_warps=4,
@@ -252,8 +253,8 @@ def _delta_tiles(qkv, qkv_stride, z, z_stride, a, a_stride, b, b_stride, conv_we
     width: tl.constexpr = HEADS // PER_KEY * KEYS
     channels: tl.constexpr = 2 * width + HEADS * VALUES
     TILES: tl.constexpr = WIDE // BLOCK
-    i = tl.program_id(0).to(tl.int64)
-    j = tl.program_id(1)
+    i = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0)
     row = tl.load(rows + i)
     is_old = tl.load(starts + i) > 0
     kk = tl.arange(0, WIDE_KEYS)

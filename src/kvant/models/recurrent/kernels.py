@@ -111,10 +111,11 @@ def delta_step(
     if out is None:
         out = torch.empty(len(mixed), heads, values, dtype=mixed.dtype, device=mixed.device)
     count = len(rows) if singles is None else singles.shape[1]
-    _delta_step[(count, heads, triton.cdiv(values, _tile(values, cu_seqlens)))](
+    # Programs of one state run side by side.
+    _delta_step[(triton.cdiv(values, _tile(values, cu_seqlens)), heads, count)](
         mixed, mixed.stride(0), a, a.stride(0), b, b.stride(0), a_log, dt_bias, *state.arguments,
         rows, starts, out, keys**-0.5, strongest, singles, count, cu_seqlens,
-        **state.constants, **_tiling(state, cu_seqlens), PER_KEY=heads // key_heads,
+        **state.constants, **_tiling(state, cu_seqlens, warps=2), PER_KEY=heads // key_heads,
     )  # fmt: skip
     return out
 
@@ -135,7 +136,7 @@ def mamba_step(
     _mamba_step[(len(rows), heads, triton.cdiv(values, _tile(values, cu_seqlens)))](
         mixed, mixed.stride(0), dt, dt.stride(0), a_log, dt_bias, d, *state.arguments,
         rows, starts, out, float(limits[0]), min(float(limits[1]), 3e38), cu_seqlens,
-        **state.constants, **_tiling(state, cu_seqlens), PER_GROUP=heads // groups,
+        **state.constants, **_tiling(state, cu_seqlens, warps=4), PER_GROUP=heads // groups,
     )  # fmt: skip
     return out
 
@@ -145,14 +146,17 @@ def _tile(values: int, cu_seqlens: Tensor | None) -> int:
     return min(32 if cu_seqlens is None else 8, triton.next_power_of_2(values))
 
 
-def _tiling(state: Stored, cu_seqlens: Tensor | None) -> dict[str, Any]:
-    """Returns constants of the one-token kernels. With cu_seqlens they do not depend on the step."""
+def _tiling(state: Stored, cu_seqlens: Tensor | None, *, warps: int) -> dict[str, Any]:
+    """Returns constants of the one-token kernels. With cu_seqlens they do not depend on the step.
+
+    warps: of a program without cu_seqlens.
+    """
     _, values, keys = state.shape
     return {
         "WIDE": triton.next_power_of_2(keys),
         "BLOCK": _tile(values, cu_seqlens),
         "STORED": cu_seqlens is not None and state.codes.dtype is not torch.float32,
-        "num_warps": 4 if cu_seqlens is None else 1,
+        "num_warps": warps if cu_seqlens is None else 1,
     }
 
 
@@ -375,7 +379,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, w
                 WIDE: tl.constexpr, BLOCK: tl.constexpr, STORED: tl.constexpr, FORMAT: tl.constexpr,
                 PTX: tl.constexpr):  # fmt: skip
     """Program: BLOCK values of one head of one sequence."""
-    first = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(2).to(tl.int64)
     place = first
     if singles is not None:
         place = tl.load(singles + first)
@@ -386,7 +390,7 @@ def _delta_step(mixed, mixed_stride, a, a_stride, b, b_stride, a_log, dt_bias, w
         end = tl.load(cu_seqlens + place + 1).to(tl.int64)
     h = tl.program_id(1)
     kk = tl.arange(0, WIDE)
-    vv = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    vv = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_value = kk < KEYS, vv < VALUES
     old = vv < tl.where(tl.load(starts + place) > 0, VALUES, 0)
     page = tl.load(rows + place)

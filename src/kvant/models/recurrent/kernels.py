@@ -20,8 +20,9 @@ from kvant.models.recurrent.stored import Stored, load_state, store_state
 
 _CHANNELS = 512
 
-_TOKENS, _FEW_CHANNELS = 8, 256
-"""Tokens and channels of a program where several tokens of a sequence are convolved."""
+_TOKENS, _MANY_CHANNELS, _FEW_CHANNELS = 8, 1024, 256
+"""Tokens and channels of a program where several tokens of a sequence are convolved. Fewer channels at a time
+where it reads stored inputs."""
 
 _FEW_VALUES, _MANY_VALUES = 32, 128
 """Values of a program that passes states over chunks. Small programs fill a device with few sequences."""
@@ -81,9 +82,10 @@ def conv_prompts(
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
     common = (x, x.stride(0), weight, bias, state, state.stride(0), rows, starts)
     # Programs of the same tokens run side by side, and read whole rows.
-    _conv_prompts[(triton.cdiv(channels, _FEW_CHANNELS) * triton.cdiv(count, _TOKENS),)](
+    _conv_prompts[(triton.cdiv(channels, _MANY_CHANNELS) * triton.cdiv(count, _TOKENS),)](
         *common, owners, cu_seqlens, out, count, channels,
-        SIZE=weight.shape[1], SILU=silu, STORED=stored, TOKENS=_TOKENS, BLOCK=_FEW_CHANNELS, num_warps=4,
+        SIZE=weight.shape[1], SILU=silu, STORED=stored, TOKENS=_TOKENS, BLOCK=_MANY_CHANNELS,
+        PART=_FEW_CHANNELS, num_warps=4,
     )  # fmt: skip
     _keep_last[(len(rows), triton.cdiv(channels, _CHANNELS))](
         x, x.stride(0), state, state.stride(0), rows, starts, cu_seqlens, channels,
@@ -300,54 +302,99 @@ def _short_conv(projected, stride, weight, bias, state, state_stride, rows, star
 
 
 @triton.jit
-def _sum_of_taps(x, x_stride, weight, kept, t, first, is_token, is_near, c, channels, stored: tl.constexpr,
-                 SIZE: tl.constexpr, STORED: tl.constexpr, READS: tl.constexpr):  # fmt: skip
-    """Convolves channels c of tokens t. READS: some of these tokens, `is_near`, need the state `kept`."""
-    there = (c < channels)[None, :]
+def _taps(weight, c, channels, SIZE: tl.constexpr):
+    """Returns a tuple of the SIZE taps of channels c, float32."""
+    taps = ()
+    if SIZE == 4:  # side by side in memory: one wide load instead of four that skip
+        at = (c * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+        all_taps = tl.load(weight + at, mask=(c < channels)[:, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(all_taps, (c.shape[0], 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        taps = (first, second, third, fourth)
+    else:
+        for j in tl.static_range(SIZE):
+            tap = tl.load(weight + c * SIZE + j, mask=c < channels, other=0.0).to(tl.float32)
+            taps = taps + (tap,)  # noqa: RUF005 - Triton unpacks no tuples
+    return taps
+
+
+@triton.jit
+def _conv_inside(x, x_stride, weight, bias, out, token, c, channels, stored: tl.constexpr, SIZE: tl.constexpr,
+                 SILU: tl.constexpr, STORED: tl.constexpr, TOKENS: tl.constexpr):  # fmt: skip
+    """Convolves channels c of TOKENS tokens from `token` on, whose earlier inputs are all in x.
+
+    Each input is read once.
+    """
+    there = c < channels
+    line = x + (token - (SIZE - 1)) * x_stride + c
+    inputs = ()
+    for j in tl.static_range(TOKENS + SIZE - 1):
+        found = tl.load(line + j * x_stride, mask=there, other=0.0)
+        inputs = inputs + (found,)  # noqa: RUF005 - Triton unpacks no tuples
+    taps = _taps(weight, c, channels, SIZE)
+    for k in tl.static_range(TOKENS):
+        total = tl.zeros([c.shape[0]], tl.float32)
+        for j in tl.static_range(SIZE):
+            h = inputs[k + j].to(tl.float32)
+            if STORED and j < SIZE - 1:
+                h = h.to(stored).to(tl.float32)
+            total += h * taps[j]
+        if bias is not None:
+            total += tl.load(bias + c, mask=there, other=0.0).to(tl.float32)
+        found = _activated(total, SILU).to(out.dtype.element_ty)
+        tl.store(out + (token + k) * channels + c, found, mask=there)
+
+
+@triton.jit
+def _conv_edge(x, x_stride, weight, bias, out, t, first, is_token, is_near, kept, c, channels,
+               stored: tl.constexpr, SIZE: tl.constexpr, SILU: tl.constexpr,
+               STORED: tl.constexpr):  # fmt: skip
+    """Convolves channels c of tokens t. Some of them, `is_near`, need the stored inputs `kept`."""
+    is_channel = (c < channels)[None, :]
     total = tl.zeros([t.shape[0], c.shape[0]], tl.float32)
     for j in tl.static_range(SIZE):
         at = t - (SIZE - 1) + j
-        inside = (is_token & (at >= first))[:, None] & there
+        inside = (is_token & (at >= first))[:, None] & is_channel
         h = tl.load(x + at[:, None] * x_stride + c[None, :], mask=inside, other=0.0).to(tl.float32)
         if STORED and j < SIZE - 1:
             h = h.to(stored).to(tl.float32)
-        if READS:
-            old = (is_near & (at < first))[:, None] & there
-            before = tl.load(
-                kept + (at - first + SIZE - 1)[:, None] * channels, mask=old, other=0.0
-            )
-            h += before.to(tl.float32)
-        total += (
-            h * tl.load(weight + c * SIZE + j, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-        )
-    return total
+        old = (is_near & (at < first))[:, None] & is_channel
+        before = kept + (at - first + SIZE - 1)[:, None] * channels + c[None, :]
+        h += tl.load(before, mask=old, other=0.0).to(tl.float32)
+        tap = tl.load(weight + c * SIZE + j, mask=c < channels, other=0.0).to(tl.float32)
+        total += h * tap[None, :]
+    if bias is not None:
+        total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
+    found = _activated(total, SILU).to(out.dtype.element_ty)
+    tl.store(out + t[:, None] * channels + c[None, :], found, mask=is_token[:, None] & is_channel)
 
 
 @triton.jit(do_not_specialize=("count",))
 def _conv_prompts(x, x_stride, weight, bias, state, state_stride, rows, starts, owners, cu_seqlens, out, count,
                   channels, SIZE: tl.constexpr, SILU: tl.constexpr, STORED: tl.constexpr, TOKENS: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """Program: BLOCK channels of TOKENS tokens."""
+                  BLOCK: tl.constexpr, PART: tl.constexpr):  # fmt: skip
+    """Program: BLOCK channels of TOKENS tokens; PART channels at a time near the begin of a sequence."""
     parts = tl.cdiv(channels, BLOCK)
-    t = (tl.program_id(0) // parts).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    c = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.program_id(0) // parts).to(tl.int64) * TOKENS
+    channel = tl.program_id(0) % parts * BLOCK
+    t = token + tl.arange(0, TOKENS)
     is_token = t < count
     i = tl.load(owners + t, mask=is_token, other=0)
     first = tl.load(cu_seqlens + i)
-    is_near = is_token & (t - first < SIZE - 1) & (tl.load(starts + i) > 0)
-    kept = state + tl.load(rows + i)[:, None] * state_stride + c[None, :]
+    is_edge = (t - first < SIZE - 1) | (t >= count)
     stored: tl.constexpr = state.dtype.element_ty
-    if tl.max(is_near.to(tl.int32), 0) > 0:
-        total = _sum_of_taps(x, x_stride, weight, kept, t, first, is_token, is_near, c, channels, stored,
-                             SIZE, STORED, True)  # fmt: skip
+    if tl.max(is_edge.to(tl.int32), 0) == 0:
+        c = channel + tl.arange(0, BLOCK)
+        _conv_inside(x, x_stride, weight, bias, out, token, c, channels, stored, SIZE, SILU, STORED,
+                     TOKENS)  # fmt: skip
     else:
-        total = _sum_of_taps(x, x_stride, weight, kept, t, first, is_token, is_near, c, channels, stored,
-                             SIZE, STORED, False)  # fmt: skip
-    if bias is not None:
-        total += tl.load(bias + c, mask=c < channels, other=0.0).to(tl.float32)[None, :]
-    found = _activated(total, SILU).to(out.dtype.element_ty)
-    there = is_token[:, None] & (c < channels)[None, :]
-    tl.store(out + t[:, None] * channels + c[None, :], found, mask=there)
+        is_near = is_token & is_edge & (tl.load(starts + i) > 0)
+        kept = state + tl.load(rows + i)[:, None] * state_stride
+        for part in range(0, BLOCK, PART):
+            c = channel + part + tl.arange(0, PART)
+            _conv_edge(x, x_stride, weight, bias, out, t, first, is_token, is_near, kept, c, channels,
+                       stored, SIZE, SILU, STORED)  # fmt: skip
 
 
 @triton.jit

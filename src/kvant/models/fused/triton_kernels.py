@@ -190,9 +190,11 @@ class TritonKernels:
         """Implements `Kernels.gate_heads`: x [T, heads * head_dim]; gate [T, heads, head_dim]."""
         tokens, heads, width = gate.shape
         if tokens:
-            _gate_heads[(tokens, heads)](
-                x, gate, gate.stride(0), gate.stride(1), HEADS=heads, WIDTH=width,
-                PAD=triton.next_power_of_2(width), num_warps=1, **self._ahead,
+            # Programs of one head are the fastest for few tokens. For many, they fill no multiprocessor.
+            rows, warps = (1, 1) if tokens * heads <= 1024 else (8, 4)
+            _gate_heads[(triton.cdiv(tokens * heads, rows),)](
+                x, gate, gate.stride(0), gate.stride(1), tokens * heads, HEADS=heads, WIDTH=width,
+                PAD=triton.next_power_of_2(width), ROWS=rows, num_warps=warps, **self._ahead,
             )  # fmt: skip
         return x
 
@@ -518,21 +520,24 @@ def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIV
             _store_rounded(y, codes, scales, token, first, WIDTH, BLOCK, ROUND, GROUP)
 
 
-@triton.jit
-def _gate_heads(x, gate, gate_stride, head_stride, HEADS: tl.constexpr, WIDTH: tl.constexpr,
-                PAD: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
-    """Program: gates one head of a token in place. Rounds where the module's sigmoid and product round."""
+@triton.jit(do_not_specialize=("count",))
+def _gate_heads(x, gate, gate_stride, head_stride, count, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+                PAD: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
+    """Program: gates ROWS of `count` heads in place. Rounds where the module's sigmoid and product round."""
     if AHEAD:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, PAD)
-    at = x + (token * HEADS + head) * WIDTH + c
-    value = tl.load(at, mask=c < WIDTH, other=0.0)
+    there = (r < count)[:, None] & (c < WIDTH)[None, :]
+    token, head = (r // HEADS).to(tl.int64), r % HEADS
+    at = x + r.to(tl.int64)[:, None] * WIDTH + c[None, :]
+    value = tl.load(at, mask=there, other=0.0)
     strength = tl.load(
-        gate + token * gate_stride + head * head_stride + c, mask=c < WIDTH, other=0.0
+        gate + (token * gate_stride + head * head_stride)[:, None] + c[None, :],
+        mask=there,
+        other=0.0,
     )
     strength = 1.0 / (1.0 + tl.exp(-strength.to(tl.float32)))
     value = value.to(tl.float32) * strength.to(value.dtype).to(tl.float32)
-    tl.store(at, value.to(x.dtype.element_ty), mask=c < WIDTH)
+    tl.store(at, value.to(x.dtype.element_ty), mask=there)

@@ -16,7 +16,7 @@ from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.fused.triton_latent import rotate_latent
 from kvant.weights.rounding import RoundedRows, Rounding
-from kvant.weights.triton.kernels import saturated
+from kvant.weights.triton.kernels import quotients, saturated
 
 _NONE, _RMS, _RMS_WIDE, _RMS_ONE, _LAYER, _LAYER_ONE = (
     tl.constexpr(i) for i in (-1, 0, 1, 2, 3, 4)
@@ -214,12 +214,12 @@ class TritonKernels:
         tokens, width = out.shape
         # A row's scale needs its largest number, so one program handles the whole row.
         whole = rounded is not None and rounded[1].is_by_row
-        block = min(triton.next_power_of_2(width), 4096) if whole else 1024
+        block = min(triton.next_power_of_2(width), 2048) if whole else 1024
         if tokens:
             _gate[(tokens, 1 if whole else triton.cdiv(width, block))](
                 x, out, *_places(rounded), WIDTH=width, BLOCK=block,
                 ACTIVATION=ACTIVATIONS[activation], GATED=gated, **_how(rounded),
-                num_warps=16 if block > 2048 else 4, **self._ahead,
+                num_warps=8 if block > 1024 else 4, **self._ahead,
             )  # fmt: skip
         return out
 
@@ -318,13 +318,13 @@ def _store_rounded(y, codes, scales, row, first, WIDTH: tl.constexpr, PAD: tl.co
         scale = tl.where(scale > 0, scale, 1.0)
         g = first // GROUP + tl.arange(0, GROUPS)
         tl.store(scales + row * count + g, scale, mask=g < count)
-        shares = tl.div_rn(parts, tl.broadcast_to(scale[:, None], (GROUPS, GROUP)))
+        shares = quotients(parts, scale[:, None])
         shares = tl.reshape(shares, (PAD,))
     elif ROUND == _BY_ROW:
         scale = tl.max(tl.abs(y), 0) / 448.0
         scale = tl.where(scale > 0, scale, 1.0)
         tl.store(scales + row, scale)
-        shares = tl.div_rn(y, scale)
+        shares = quotients(y, scale)
     else:
         shares = tl.div_rn(y, tl.load(scales))
     tl.store(codes + row * WIDTH + c, saturated(shares).to(codes.dtype.element_ty), mask=c < WIDTH)
@@ -506,7 +506,7 @@ def _gate(x, out, codes, scales, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIV
         scale = tl.where(scale > 0, scale, 1.0)
         tl.store(scales + token, scale)
         for part in tl.static_range(0, (WIDTH + BLOCK - 1) // BLOCK):
-            shares = tl.div_rn(parts[part], scale)
+            shares = quotients(parts[part], scale)
             c = part * BLOCK + tl.arange(0, BLOCK)
             rounded = saturated(shares).to(codes.dtype.element_ty)
             tl.store(codes + token * WIDTH + c, rounded, mask=c < WIDTH)

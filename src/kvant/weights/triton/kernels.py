@@ -360,6 +360,23 @@ def decode_tile(
 
 
 @triton.jit
+def quotients(x, scale):
+    """Returns x / scale as IEEE division rounds it, for float32 x that was 16 bits wide.
+
+    No x may be larger than 448 times its scale, which is positive. An instruction of division has a slow
+    path, which costs three times as much. A quotient by the rounded reciprocal, corrected once, has the same
+    bits for every mantissa of x and scale. Tiny scales and their numbers are lifted, so that nothing
+    underflows.
+    """
+    lift = tl.where(scale < 2.0**-60, 2.0**100, 1.0)
+    # Both factors of `near` are negative, so that zeros keep their signs.
+    divisor, negative = scale * lift, x * -lift
+    share = tl.div_rn(-1.0 + 0.0 * divisor, divisor)
+    near = negative * share
+    return tl.fma(tl.fma(near, divisor, negative), share, near)
+
+
+@triton.jit
 def saturated(x):
     """Clamps x [..], float32, to the largest magnitude of e4m3; NaN stays NaN."""
     low = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -376,7 +393,7 @@ def round_row(x, codes, scales, COLUMNS, BLOCK: tl.constexpr):
     scale = tl.max(tl.abs(values), 0) / 448.0
     scale = tl.where(scale > 0, scale, 1.0)
     tl.store(scales + row, scale)
-    shares = tl.div_rn(values, scale)
+    shares = quotients(values, scale)
     tl.store(codes + row * COLUMNS + c, saturated(shares).to(codes.dtype.element_ty), mask=there)
 
 
@@ -405,7 +422,7 @@ def round_groups(x, codes, scales, COLUMNS, GROUP: tl.constexpr, GROUPS: tl.cons
     scale = tl.max(tl.abs(values), 1) / 448.0
     scale = tl.where(scale > 0, scale, 1.0)
     tl.store(scales + row * count + g, scale, mask=there)
-    shares = tl.div_rn(values, scale[:, None])
+    shares = quotients(values, scale[:, None])
     tl.store(codes + at, saturated(shares).to(codes.dtype.element_ty), mask=there[:, None])
 
 

@@ -219,10 +219,10 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
   const u64 queries = descriptor(smem_of(base) + warp / 4 * Q_BYTES);
   // Keys that each row sees end here; padding rows see what the last row sees.
   const int sees[2] = {causal ? min(offset + r0 + 1, length) : length, causal ? min(offset + r0 + 9, length) : length};
-  // Tiles that all rows of the warpgroup see whole, and tiles that one of them sees.
-  const int top = block * ROWS + 64 * (warp / 4);
+  // Tiles that all rows see whole, and tiles that one of them sees: of the warpgroup if it skips tiles of others.
+  const int top = block * ROWS + (SKIPS ? 64 * (warp / 4) : 0);
   const int open = (causal ? min(offset + top + 1, length) : length) / TILE;
-  const int seen = top >= num_queries ? 0 : ((causal ? min(offset + top + 64, length) : length) + TILE - 1) / TILE;
+  const int seen = !SKIPS ? num_tiles : top >= num_queries ? 0 : ((causal ? min(offset + top + 64, length) : length) + TILE - 1) / TILE;
   float o[HEAD / 2], s[64], den[2] = {0.0f, 0.0f}, level[2] = {LOWEST, LOWEST}, unit = SCALED_V ? -126.0f : 0.0f;
 #pragma unroll
   for (int i = 0; i < HEAD / 2; ++i) o[i] = 0.0f;
@@ -320,7 +320,7 @@ fp8_prompts(const u16* __restrict__ q_ptr, long long q_token, long long q_head, 
 #pragma unroll
     for (int j = 0; j < HEAD / 2; ++j) o[j] = fmaf(o[j], fade[j / 2 & 1], sums[j]);
   }
-  for (; i < num_tiles; ++i, turn.next()) {  // tiles of the other warpgroups alone
+  for (; SKIPS && i < num_tiles; ++i, turn.next()) {  // tiles of the other warpgroups alone
     wait_for(filled + 8 * turn.index, turn.parity);
     refill(i);
     if (lane == 0) arrive(freed + 8 * turn.index);

@@ -304,6 +304,7 @@ class Words:
         self._show, self._width = show, width
         self._held = ""
         self._column = 0
+        self._goes_on = False  # the last word was shown in part
 
     def push(self, text: str) -> None:
         if self._width is None:
@@ -314,7 +315,7 @@ class Words:
             self._place(word)
         if _cells(self._held) >= self._width:  # a word as long as a line is shown in pieces
             self._place(self._held)
-            self._held = ""
+            self._held, self._goes_on = "", True
 
     def finish(self) -> None:
         """Shows the rest of the text."""
@@ -323,15 +324,16 @@ class Words:
             self._held = ""
 
     def _place(self, word: str) -> None:
-        """Shows a word with its trailing blank, on a new line if it does not fit."""
+        """Shows a word with its trailing blank, on a new line if it does not fit; or a word's next part."""
         assert self._width is not None
+        goes_on, self._goes_on = self._goes_on, False
         size = _cells(word.rstrip())
-        if self._column and size and self._column + size > self._width:
+        if not goes_on and self._column and size and self._column + size > self._width:
             self._show("\n")
             self._column = 0
         self._show(word)
         column = self._column + _cells(word)
-        if size >= self._width:  # the terminal has wrapped it
+        if goes_on or size >= self._width:  # the terminal has wrapped it
             column %= self._width
         self._column = 0 if word.endswith("\n") else column
 

@@ -158,6 +158,31 @@ STATIC = compressed(strategy="tensor", dynamic=False)
 
 
 @pytest.mark.parametrize(
+    "facts",
+    [
+        facts_of(quantization=Quantization.FP8_DYNAMIC),
+        facts_of(quantization=Quantization.FP8),
+        facts_of(compressed(strategy="token", dynamic=True)),
+        facts_of(STATIC),
+    ],
+    ids=["fp8_dynamic", "fp8", "by token", "by a stored scale"],
+)
+def test_sums_in_fewer_bits_run_by_name_alone(facts: ForwardFacts) -> None:
+    assert choose(facts).activations is not Activations.FP8_FAST
+    found = choose(facts, Activations.FP8_FAST)
+    assert found.activations is Activations.FP8_FAST
+    assert "sums in fewer bits than float32, from --weight-activations" in found.activations_because
+    if found.stored is not None:
+        assert not any(scheme.rounds_inputs for _, scheme in found.stored.groups)
+
+
+def test_sums_in_fewer_bits_are_refused_for_weights_in_blocks() -> None:
+    with pytest.raises(NotServable) as caught:
+        choose(facts_of(BLOCKS), Activations.FP8_FAST)
+    assert "added in float32 block by block" in str(caught.value.why)
+
+
+@pytest.mark.parametrize(
     "declared",
     [
         STATIC,

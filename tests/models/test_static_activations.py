@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,16 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.activations import with_activations
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.fused import linear as fused_linear
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Activations
 from kvant.models.select import choose
+from kvant.weights import linear
 from kvant.weights.format import FP8_TENSOR
-from kvant.weights.linear import rounded_numbers
+from kvant.weights.linear import multiply, rounded_numbers
 from tests.attention import driver
 from tests.models import tiny
 from tests.models.tiny_narrow import INPUT_SCALE, build
@@ -95,6 +98,24 @@ def test_a_prompt_is_rounded_by_the_scales_of_the_files(
     as_declared, exact = expected(numbers, lambda _: INPUT_SCALE), expected(numbers, lambda _: None)
     assert error(found, as_declared) < 0.2 * error(exact, as_declared)
     assert error(logits(load(path, only, Activations.EXACT)), exact) < 1e-5
+
+
+@pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
+@pytest.mark.parametrize("asked", [Activations.FP8, Activations.FP8_FAST])
+def test_the_choice_of_sums_reaches_every_product(
+    asked: Activations, only: ForwardInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = build(tmp_path, DIALECTS[0])
+    given = []
+
+    def noted(*args: Any, **options: Any) -> Tensor:
+        given.append(options["fast_sums"])
+        return multiply(*args, **options)
+
+    monkeypatch.setattr(linear, "multiply", noted)
+    monkeypatch.setattr(fused_linear, "multiply", noted)
+    logits(load(path, only, asked))
+    assert given == [asked is Activations.FP8_FAST] * len(given) != []
 
 
 @pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)

@@ -13,9 +13,9 @@ from kvant.models.stored import Stored, declared_activations, lists_experts
 from kvant.weights.format import FP8_BLOCK, Code, Scale
 
 _OLDEST = 89
-_FP8 = (Activations.FP8, Activations.FP8_STATIC)
 _STATIC = "by the scale that the checkpoint has for each layer, in steps of more than 64 tokens"
 _DYNAMIC = "by token, or by 128 inputs with weights in blocks, in steps of more than 64 tokens"
+_FAST = "by token, in steps of more than 64 tokens, with sums in fewer bits than float32"
 
 
 def with_activations(
@@ -29,8 +29,8 @@ def with_activations(
     counted if products do.
     """
     chosen = _decide(forward, asked, facts)
-    rounds = chosen.activations in _FP8 and _rounds_for_experts(chosen.stored, facts)
-    if rounds and chosen.info is not None:
+    rounds = chosen.activations is not None and chosen.activations.is_fp8
+    if rounds and chosen.info is not None and _rounds_for_experts(chosen.stored, facts):
         rounded = replace(facts, rounds_for_experts=True)
         chosen = replace(chosen, extra_bytes=chosen.info.extra_bytes(rounded))
     if chosen.stored is None or chosen.activations is Activations.FP8_STATIC:
@@ -54,8 +54,7 @@ def _decide(
         _check_int8(forward, facts)
         because = "int8 by 32 numbers, from --weight-activations"
         return replace(forward, activations=asked, activations_because=because)
-    if asked in _FP8:
-        assert asked is not None
+    if asked is not None and asked.is_fp8:
         refusal = _refuse_fp8(forward, facts, asked)
         if refusal is not None:
             raise NotServable(
@@ -88,7 +87,7 @@ def _decide(
 
 
 def _way(asked: Activations) -> str:
-    return _STATIC if asked is Activations.FP8_STATIC else _DYNAMIC
+    return {Activations.FP8_STATIC: _STATIC, Activations.FP8_FAST: _FAST}.get(asked, _DYNAMIC)
 
 
 def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations) -> str | None:
@@ -105,6 +104,8 @@ def _refuse_fp8(forward: ForwardChoice, facts: ForwardFacts, asked: Activations)
         return "ranks hold parts of a token, which would have scales of their own"
     if lists_experts(facts.config) and not _rounds_for_experts(forward.stored, facts):
         return "products with experts round activations on Hopper GPUs, for weights in blocks of 128 x 128"
+    if asked is Activations.FP8_FAST and _has_blocks(forward.stored):
+        return "weights in blocks of 128 x 128 are scaled and added in float32 block by block"
     if static and (forward.stored is None or forward.stored.rounding is not asked):
         return "the checkpoint does not have a scale of activations for each layer"
     if facts.quantization in (Quantization.FP8, Quantization.FP8_DYNAMIC):
@@ -119,6 +120,10 @@ def _rounds_for_experts(stored: Stored | None, facts: ForwardFacts) -> bool:
     groups = () if stored is None else stored.groups
     in_blocks = bool(groups) and all(one.format == FP8_BLOCK for _, one in groups)
     return in_blocks and facts.device.arch == "sm_90"
+
+
+def _has_blocks(stored: Stored | None) -> bool:
+    return stored is not None and any(one.format == FP8_BLOCK for _, one in stored.groups)
 
 
 def _refuse_weights(stored: Stored | None) -> str | None:

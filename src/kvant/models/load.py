@@ -112,8 +112,8 @@ def load_model(
     if text._attn_implementation != ATTENTION_NAME:
         raise EngineFault(f"{type(module).__name__} replaced Kvant's attention while it was loaded")
     module.requires_grad_(False)
-    if forward.activations in (Activations.FP8, Activations.FP8_STATIC):
-        round_activations(module)
+    if forward.activations is not None and forward.activations.is_fp8:
+        round_activations(module, fast_sums=forward.activations is Activations.FP8_FAST)
     hook_mixers(module)
     with _room_for(path, device):
         loaded = LoadedModel(module, plan, scales, device, unused, forward, group, read_outside)

@@ -518,11 +518,16 @@ def _register() -> None:
     register_quantizer(_METHOD)(_Quantizer)
 
 
-def round_activations(model: PreTrainedModel) -> None:
-    """Makes narrow linear layers and experts round their inputs in steps of many rows."""
+def round_activations(model: PreTrainedModel, *, fast_sums: bool) -> None:
+    """Makes narrow linear layers and experts round their inputs in steps of many rows.
+
+    fast_sums: of linear layers; see `kvant.weights.rounding.RoundedRows`.
+    """
     for part in model.modules():
         if isinstance(part, NarrowLinear | NarrowExperts):
             part.rounds = True
+        if isinstance(part, NarrowLinear):
+            part.fast_sums = fast_sums
 
 
 def _round_tied_head(model: PreTrainedModel, asked: Quantization) -> None:

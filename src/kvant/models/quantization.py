@@ -49,8 +49,15 @@ class Activations(Enum):
 
     INT8 = "int8"  # on a CPU: -127..127 and a scale for 32 numbers
     FP8 = "fp8"  # on a GPU, in steps of many tokens: e4m3, a scale per token or per 128 numbers
+    FP8_FAST = (
+        "fp8_fast"  # like FP8 by token, and tensor cores add products in fewer bits than float32
+    )
     FP8_STATIC = "fp8_static"  # like FP8, with the checkpoint's scale for each layer
     EXACT = "exact"  # 16 bits, even if a checkpoint declares a rounding
+
+    @property
+    def is_fp8(self) -> bool:
+        return self in (Activations.FP8, Activations.FP8_FAST, Activations.FP8_STATIC)
 
 
 def format_of(asked: Quantization, columns: int, *, is_head: bool = False) -> WeightFormat:

@@ -163,14 +163,17 @@ def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
 def multiply_rounded(x: RoundedRows, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
     """Multiplies rounded x [T, columns] by an e4m3 weight; returns [T, rows] in the dtype before rounding.
 
-    x: rounded as `linear.rounding_of` says. bias: [rows] or None. Tensor cores add the products of weights
-    without blocks in fewer bits than float32 (`use_fast_accum`): errors beside float64 grow from 1.7e-3 to
-    2.1e-3 with 4,096 columns and to 3.1e-3 with 12,288. Rounding to e4m3 costs 2e-2 and more.
+    x: rounded as `linear.rounding_of` says. bias: [rows] or None.
     """
     fmt, codes = weight.format, weight.codes.view(torch.float8_e4m3fn)
     if x.scales.shape == (1,) and fmt.rows == WHOLE:
         made = torch._scaled_mm(
-            x.codes, codes.t(), x.scales, weight.scales, out_dtype=x.dtype, use_fast_accum=True
+            x.codes,
+            codes.t(),
+            x.scales,
+            weight.scales,
+            out_dtype=x.dtype,
+            use_fast_accum=x.fast_sums,
         )
     elif fmt.rows == few_rows.BLOCK:
         out = torch.empty(len(x), weight.rows, dtype=x.dtype, device=x.codes.device)
@@ -179,7 +182,7 @@ def multiply_rounded(x: RoundedRows, weight: NarrowWeight, bias: Tensor | None) 
         of_rows = x.scales.expand(len(x), 1).contiguous()
         of_outputs = weight.scales.expand(weight.rows).contiguous()[None]
         made = torch._scaled_mm(
-            x.codes, codes.t(), of_rows, of_outputs, out_dtype=x.dtype, use_fast_accum=True
+            x.codes, codes.t(), of_rows, of_outputs, out_dtype=x.dtype, use_fast_accum=x.fast_sums
         )
     return made if bias is None else made + bias
 

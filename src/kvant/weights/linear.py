@@ -31,12 +31,14 @@ def multiply(
     alike: bool = False,
     rounds: bool = False,
     input_scale: Tensor | None = None,
+    fast_sums: bool = False,
 ) -> Tensor:
     """Returns x [T, columns] times a weight, plus bias [rows] or None: [T, rows] in x's dtype.
 
     alike: on a GPU, use one kernel for any T, so that no row's result depends on other rows. No such kernel
     reads rounded activations, so `rounds` excludes it. rounds: round x as `rounded_numbers` does if T is more
-    than `MOST_EXACT`. input_scale: float32 [1] for all of x; None computes scales from x.
+    than `MOST_EXACT`. input_scale: float32 [1] for all of x; None computes scales from x. fast_sums: of
+    rounded x on a GPU; see `RoundedRows`.
     On a GPU, kernels read the codes, and x may be rounded already as `rounding_of` says. Elsewhere the weight
     is decoded for each product, which is slow.
     """
@@ -45,7 +47,11 @@ def multiply(
         from kvant.weights import choose
 
         if not isinstance(x, RoundedRows):
-            rounding = rounding_of(weight, len(x), input_scale) if rounds else None
+            rounding = (
+                None
+                if not rounds
+                else rounding_of(weight, len(x), input_scale, fast_sums=fast_sums)
+            )
             if rounding is None:
                 return (choose.multiply_alike if alike else choose.multiply)(x, weight, bias)
             x = choose.round_activations(x, rounding)
@@ -57,12 +63,12 @@ def multiply(
 
 
 def rounding_of(
-    weight: NarrowWeight, tokens: int, input_scale: Tensor | None = None
+    weight: NarrowWeight, tokens: int, input_scale: Tensor | None = None, *, fast_sums: bool = False
 ) -> Rounding | None:
     """Returns how a GPU rounds activations of `tokens` rows for this weight.
 
-    input_scale: float32 [1], or None. Returns None for few rows, which are never rounded, and if no kernel
-    reads rounded activations.
+    input_scale: float32 [1], or None. fast_sums: see `RoundedRows`. Returns None for few rows, which are
+    never rounded, and if no kernel reads rounded activations.
     """
     if tokens <= MOST_EXACT or weight.device.type != "cuda":
         return None
@@ -71,7 +77,7 @@ def rounding_of(
     if not choose.takes_rounded(weight):
         return None
     by_groups = input_scale is None and weight.format.rows > 1 and weight.format.columns != WHOLE
-    return Rounding(group=weight.format.columns if by_groups else 0, scale=input_scale)
+    return Rounding(weight.format.columns if by_groups else 0, input_scale, fast_sums)
 
 
 def rounded_numbers(x: Tensor, fmt: WeightFormat, input_scale: Tensor | None = None) -> Tensor:
@@ -95,7 +101,7 @@ class NarrowLinear(nn.Module):
 
     Its tensors start on the meta device, and a loader sets them. weight: codes. weight_scale,
     weight_zeros, weight_factor, weight_offsets, weight_factors, weight_order: see `NarrowWeight`; None if the
-    weight has none. rounds, input_scale: see `multiply`.
+    weight has none. rounds, input_scale, fast_sums: see `multiply`.
     """
 
     weight: Tensor
@@ -116,7 +122,7 @@ class NarrowLinear(nn.Module):
         bias: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.rounds = False
+        self.rounds = self.fast_sums = False
         self.format, self.out_features, self.in_features = fmt, rows, columns
         for name, tensor in awaited_tensors("weight", fmt, rows, columns).items():
             setattr(self, name, tensor)
@@ -158,8 +164,9 @@ class NarrowLinear(nn.Module):
     def product(self, x: Tensor, *, alike: bool) -> Tensor:
         """Multiplies x [T, in_features]: returns [T, out_features] in its dtype. alike: as in `multiply`."""
         return multiply(
-            x, self.narrow, self.bias, alike=alike, rounds=self.rounds, input_scale=self.input_scale
-        )
+            x, self.narrow, self.bias, alike=alike, rounds=self.rounds, input_scale=self.input_scale,
+            fast_sums=self.fast_sums,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.format.summary}"

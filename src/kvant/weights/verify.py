@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,16 +60,16 @@ class ProductCell:
         return all(error < self.most for error in self.errors)
 
 
-def _ways(
-    fmt: WeightFormat, like: torch.Tensor
-) -> Iterator[tuple[str, bool, bool, torch.Tensor | None]]:
-    """Yields kinds of products: a name, and `alike`, `rounds` and `input_scale` of `multiply`."""
-    yield "fastest", False, False, None
-    yield "batch-invariant", True, False, None
+def _ways(fmt: WeightFormat, like: torch.Tensor) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields kinds of products: a name, and keyword arguments of `multiply`."""
+    yield "fastest", {}
+    yield "batch-invariant", {"alike": True}
     if fmt.code is Code.E4M3:
-        yield "rounded activations", False, True, None
+        yield "rounded activations", {"rounds": True}
         if fmt != FP8_BLOCK:
-            yield "activations by a stored scale", False, True, like.new_full((1,), 1 / 64)
+            yield "rounded activations, fast sums", {"rounds": True, "fast_sums": True}
+            scale = like.new_full((1,), 1 / 64)
+            yield "activations by a stored scale", {"rounds": True, "input_scale": scale}
 
 
 def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[ProductCell]:
@@ -81,19 +82,17 @@ def verify_products(device: torch.device, dtype: torch.dtype) -> Iterator[Produc
     for fmt in FORMATS:
         weight = encode(numbers, fmt)
         exact = decode(weight, torch.float64)
-        for way, alike, rounds, input_scale in _ways(fmt, numbers):
+        for way, options in _ways(fmt, numbers):
+            rounds, input_scale = options.get("rounds", False), options.get("input_scale")
             errors = []
             for x in inputs:
                 seen = x.to(torch.float64)
                 if rounds and len(x) > MOST_EXACT:
                     seen = rounded_numbers(x, fmt, input_scale).to(torch.float64)
                 expected = seen @ exact.T
-                made = multiply(
-                    x, weight, None, alike=alike, rounds=rounds, input_scale=input_scale
-                )
-                found = made.to(torch.float64)
+                found = multiply(x, weight, None, **options).to(torch.float64)
                 errors.append(float((found - expected).norm() / expected.norm()))
-            kernels = _kernels(weight, dtype, alike=alike, rounds=rounds)
+            kernels = _kernels(weight, dtype, alike="alike" in options, rounds=rounds)
             yield ProductCell(fmt.summary, way, tuple(errors), MOST[dtype], kernels)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -210,6 +211,28 @@ def test_rounding_is_the_definition(group: int, scale: float | None) -> None:
     found, expected = choose.round_activations(x, rounding), round_activations(x, rounding)
     assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("scale", [None, 1 / 64], ids=["by row", "by a stored scale"])
+def test_tensor_cores_add_in_fewer_bits_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, scale: float | None
+) -> None:
+    """torch's product stands in: a CPU has no such sums."""
+    weight = encode(torch.randn(32, 64), FP8_CHANNEL if scale is None else FP8_TENSOR)
+    stored = None if scale is None else torch.full((1,), scale)
+    asked = []
+
+    def stand_in(x: torch.Tensor, *_: torch.Tensor, **options: Any) -> torch.Tensor:
+        asked.append(options["use_fast_accum"])
+        return x.new_zeros(len(x), 32, dtype=options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", stand_in)
+    for fast in (False, True):
+        rows = Rounding(scale=stored, fast_sums=fast).empty(
+            torch.zeros(70, 64, dtype=torch.bfloat16)
+        )
+        choose.multiply_rounded(rows, weight, None)
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize(

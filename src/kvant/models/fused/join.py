@@ -70,7 +70,8 @@ def _join_narrow(products: Sequence[Any], multiply: Multiply, name: str) -> Line
     bias = None
     if biases:
         bias = _joined(biases) if len(biases) > 1 else biases[0]
-    return NarrowProduct(whole, bias, alike, narrow[0].rounds, narrow[0].input_scale)
+    first = narrow[0]
+    return NarrowProduct(whole, bias, alike, first.rounds, first.input_scale, first.fast_sums)
 
 
 def _round_alike(products: Sequence[NarrowLinear]) -> bool:

@@ -91,7 +91,8 @@ class NarrowProduct:
     """A weight in a narrow format, and a bias [rows] or None.
 
     alike: use one kernel for any number of rows, so that no row's result depends on other rows.
-    rounds, input_scale: how activations of many rows are rounded, see `kvant.weights.linear.multiply`.
+    rounds, input_scale, fast_sums: how activations of many rows are rounded and multiplied, see
+    `kvant.weights.linear.multiply`.
     """
 
     weight: NarrowWeight
@@ -99,6 +100,7 @@ class NarrowProduct:
     alike: bool = False
     rounds: bool = False
     input_scale: Tensor | None = None
+    fast_sums: bool = False
 
     @property
     def rows(self) -> int:
@@ -111,7 +113,7 @@ class NarrowProduct:
     def __call__(self, x: Rows) -> Tensor:
         return multiply(
             x, self.weight, self.bias, alike=self.alike, rounds=self.rounds,
-            input_scale=self.input_scale,
+            input_scale=self.input_scale, fast_sums=self.fast_sums,
         )  # fmt: skip
 
 
@@ -148,7 +150,7 @@ def rounding_for(linear: Linear, tokens: int) -> Rounding | None:
     """Returns how the kernel before this product must round `tokens` rows; None if it must not."""
     if not isinstance(linear, NarrowProduct) or not linear.rounds:
         return None
-    return rounding_of(linear.weight, tokens, linear.input_scale)
+    return rounding_of(linear.weight, tokens, linear.input_scale, fast_sums=linear.fast_sums)
 
 
 def multiply_for(weight: Tensor) -> Multiply:

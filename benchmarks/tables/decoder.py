@@ -64,6 +64,14 @@ def short_contexts(data: Any) -> Cells:
     return wide_heads(data)
 
 
+MANY = "h200-loads-gemma-3-12b-32.json"
+
+
+@table("gemma-32", MANY)
+def gemma_32(data: Any) -> Cells:
+    return wide_heads(data)
+
+
 @table("wide-heads", WIDE_HEADS)
 def wide_heads(data: Any) -> Cells:
     lines = [["gemma-3-12b, requests x input/output", "tok/s", "of the limit", "goal"]]
@@ -114,6 +122,14 @@ TILES = "h200-loads-qwen3.5-9b-tiles.json"
     "tiles-of-states", TILES, "h200-loads-qwen3.5-9b-many.json", "h200-vllm-qwen3.5-9b-many.json"
 )
 def tiles_of_states(now: Any, before: Any, vllm: Any) -> Cells:
+    return _since("qwen3.5-9b", 1.2, now, before, vllm)
+
+
+NEIGHBOURS = "h200-loads-qwen3.5-9b-neighbours.json"
+
+
+@table("states-side-by-side", NEIGHBOURS, TILES, "h200-vllm-qwen3.5-9b-many.json")
+def states_side_by_side(now: Any, before: Any, vllm: Any) -> Cells:
     return _since("qwen3.5-9b", 1.2, now, before, vllm)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 from benchmarks.tables import Cells, percent, table
@@ -239,6 +240,45 @@ def experts_fp8(narrow: Any, wide: Any) -> Cells:
                  f"{row['us']:.0f}", f"{row['tflops']:.0f}", read]
             )  # fmt: skip
     return lines
+
+
+_MANY_REQUESTS = {
+    "products": ("nvjet*",),
+    "head decoded": ("decode_tile",),
+    "attention of prompts": ("fp8_prompts", "lay_out", "dense_attention"),
+    "attention of decodes": ("paged_attention", "combine", "list_items"),
+    "states, one token": ("_delta_step", "_delta_tiles"),
+    "states, prompts": ("_within_chunks", "_over_chunks"),
+    "convolutions": ("_conv_prompts", "_keep_last"),
+    "gates and their rounding": ("_gate", "_gate_heads"),
+    "norms and their rounding": ("_add_norm", "_gated_norm", "round_row"),
+    "rotation and storing": ("rotate_and_store",),
+    "tokens chosen": ("_most_likely",),
+}
+"""Names of kernels, with the head among the products."""
+
+
+@table("step-512", "h200-step-512.json")
+def step_512(data: Any) -> Cells:
+    rows = data["rows"]
+    lines = [["part, us", *(f"{row['model']}: {row['kind']}" for row in rows)]]
+    found = [_many_requests(row) for row in rows]
+    for name in found[0]:
+        lines.append([name, *(f"{one[name]:,.0f}" if one[name] else "-" for one in found)])
+    return lines
+
+
+def _many_requests(row: Any) -> dict[str, float]:
+    parts = {
+        name: sum(
+            one["own_us"]
+            for one in row["kernels"]
+            if any(fnmatch(one["name"], kernel) for kernel in kernels)
+        )
+        for name, kernels in _MANY_REQUESTS.items()
+    }
+    rest = row["us"] - row["gap_us"] - sum(parts.values())
+    return parts | {"the rest": rest, "gaps": row["gap_us"], "the step": row["us"]}
 
 
 _ONE_REQUEST = {

@@ -51,8 +51,9 @@ def shape_for(
         programs = _six_or_eight(crowd, 1.2) if a.elements == b.elements == 2 else 8
         # Words of 16 bits in both; eight elements of 3 bits have longer words.
         short = a.word_bits == b.word_bits == 16 and min(a.elements, b.elements) >= 4
-        # Many sequences in 8 bits read faster in small tiles.
-        is_crowded = a.elements == b.elements == 2 and crowd >= 1
+        # Small tiles read 8 bits faster if there are many whole sequences. Parts of sequences, and queries of
+        # prompts beside them, would need more kernels to be warm.
+        is_crowded = single and a.elements == b.elements == 2 and crowd >= 8
         if short or (Encoding.E4M3FN in codes and not is_crowded):
             return Shape(16, 64, 1, 2, programs)
         return Shape(16, 32, 1, 2, programs)

@@ -112,18 +112,21 @@ def _wide_logits(path: Path, family: str) -> Tensor:
     return logits(loading.load(path, plan, geometry, only=FUSED))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("dialect", ["fp8 block", "ct fp8 tensor", "ct fp8 channel", "ct int4",
-                                     "ct int4 zero points", "gptq"])  # fmt: skip
-def test_stored_experts_compute_what_their_numbers_do(dialect: str, tmp_path: Path) -> None:
-    path, numbers = build(tmp_path, dialect)
-    expected = _wide_logits(wide(path, numbers, tmp_path / "wide"), "qwen3_moe")
+                                     "ct int4 zero points", "gptq", "awq"])  # fmt: skip
+def test_stored_experts_compute_what_their_numbers_do(
+    dialect: str, family: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, dialect, family)
+    expected = _wide_logits(wide(path, numbers, tmp_path / "wide"), family)
     for only in (MODULES, FUSED):
-        model = load_stored(path, "qwen3_moe", only)
+        model = load_stored(path, family, only)
         found = logits(model)
         assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
         assert not model.unused_tensors
     held = [part for part in model._module.modules() if isinstance(part, NarrowExperts)]
-    assert len(held) == len(tiny.geometry("qwen3_moe").layers)
+    assert len(held) == len(tiny.geometry(family).layers)
 
 
 @pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)

@@ -42,7 +42,7 @@ from kvant.plan.scale_values import check_values
 from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
-from tests.models import tiny, tiny_multimodal
+from tests.models import families, tiny, tiny_multimodal
 from tests.models.tiny_narrow import DIALECTS, Layer, build, packed, whole_bytes
 from tests.planned import plan_of
 
@@ -410,7 +410,7 @@ def test_a_reordered_model_says_so_in_its_plan_and_is_not_divided(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, "experts"),
+        ({"model_type": "phimoe", "num_local_experts": 8}, "experts"),
         ({"text_config": {"model_type": "qwen2"}}, "several parts"),
         ({"weights": {"num_bits": 1}}, "1-bit"),
         ({"weights": {"strategy": "channel", "num_bits": 8}}, "in groups"),
@@ -432,7 +432,7 @@ def test_reordered_inputs_are_never_left_to_transformers(more: dict[str, Any], s
 @pytest.mark.parametrize(
     ("more", "inputs", "says"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, {"type": "int"}, "experts"),
+        ({"model_type": "phimoe", "num_local_experts": 8}, {"type": "int"}, "experts"),
         ({"text_config": {"model_type": "qwen2"}}, None, "without input_activations"),
         ({"text_config": {"model_type": "qwen2"}}, {"type": "int"}, None),
     ],
@@ -461,9 +461,8 @@ def test_integers_in_bytes_that_transformers_cannot_read_are_refused(
 def test_experts_that_transformers_cannot_read_are_refused_by_plan_and_start(
     dialect: str, says: str, tmp_path: Path
 ) -> None:
-    path = tiny.build("mixtral", tmp_path)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"] = DIALECTS[dialect][0]
+    path = tmp_path / "phimoe"
+    config = {**families.build("phimoe", path), "quantization_config": DIALECTS[dialect][0]}
     (path / "config.json").write_text(json.dumps(config))
     planned = plan_of(PlanRequest(str(path), CPU))
     assert any(says in line for line in planned.obstacles)

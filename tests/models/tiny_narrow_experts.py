@@ -6,6 +6,7 @@ Written from the formats' documentation, tensor by tensor, like `tests.models.ti
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.models.tiny_narrow import DIALECTS, E2M1, Tensors
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 128},
+    "mixtral": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 16},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 96},
 }
 MXFP4_LEFT = [
@@ -29,16 +31,16 @@ MXFP4_LEFT = [
 ]
 
 
-def build(directory: Path, dialect: str) -> tuple[Path, Tensors]:
-    """A Qwen3-MoE in a dialect of `tiny_narrow`; its directory, and its files' tensors as numbers."""
-    path = tiny.build("qwen3_moe", directory, **SIZES["qwen3_moe"])
+def build(directory: Path, dialect: str, family: str = "qwen3_moe") -> tuple[Path, Tensors]:
+    """A model in a dialect of `tiny_narrow`; its directory, and its files' tensors as numbers."""
+    path = tiny.build(family, directory, **SIZES[family])
     declared, make = DIALECTS[dialect]
     generator = torch.Generator().manual_seed(0)
     stored: Tensors = {}
     numbers: Tensors = {}
     for name, value in load_file(path / "model.safetensors").items():
         numbers[name] = value
-        if not name.endswith("_proj.weight"):
+        if not re.search(r"(_proj|experts\.\d+\.w\d)\.weight$", name):
             stored[name] = value
             continue
         layer = name.removesuffix(".weight")

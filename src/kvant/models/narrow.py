@@ -169,7 +169,8 @@ def _stored_formats(
                 linear[name] = scheme.format
         elif is_experts(part):
             schemes = [
-                stored.scheme(f"{name}.0.{product}") for product in ("gate_proj", "down_proj")
+                stored.scheme(stored.experts.matrix(name, 0, one))
+                for one in (stored.experts.gate, stored.experts.down)
             ]
             if schemes[0] is not None and schemes[1] is not None:
                 experts[name] = _per_row(schemes[0].format), _per_row(schemes[1].format)
@@ -362,7 +363,8 @@ def await_stored(
         if name == tied:
             continue  # its weight is the embedding's, whether the declaration names it or not
         are_experts = has_stacks(part) if widened else is_experts(part)
-        if are_experts and stored.scheme(f"{name}.0.gate_proj") is not None:
+        names = stored.experts
+        if are_experts and stored.scheme(names.matrix(name, 0, names.gate)) is not None:
             made = NarrowExperts(part, None)
             experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
             model.set_submodule(name, made)

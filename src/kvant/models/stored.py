@@ -78,13 +78,38 @@ _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """How files name the matrices of experts that are stored one by one.
+
+    owner: the files' name of the module above `experts`; "" for the name in transformers' model.
+    """
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    owner: str = ""
+
+    def of_product(self, product: str) -> tuple[str, ...]:
+        """Returns the matrices whose rows follow one another in a stack, `gate_up_proj` or `down_proj`."""
+        return (self.down,) if product == "down_proj" else (self.gate, self.up)
+
+    def matrix(self, module: str, expert: int, part: str) -> str:
+        """Returns the name of an expert's matrix. module: path of transformers' module of all experts."""
+        if self.owner:
+            layer = module.removesuffix(".experts").rpartition(".")[0]
+            module = f"{layer}.{self.owner}.experts"
+        return f"{module}.{expert}.{part}"
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """How a checkpoint stores its narrow weights.
 
     groups: (which layers' names match, None for all; their scheme). The first match decides. left_alone:
     matches names of layers without narrow weights. activations: the checkpoint's words about activations,
     "" for none. rounding: how products follow it; None if they cannot. words: other names of the formats.
-    exceptions: the field of the quantization_config that lists layers without narrow weights.
+    exceptions: the field of the quantization_config that lists layers without narrow weights. experts: names
+    of experts' matrices.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
@@ -93,6 +118,7 @@ class Stored:
     words: str = ""
     rounding: Activations | None = None
     exceptions: str = "ignore"
+    experts: ExpertNames = ExpertNames()
 
     def leave_alone(self, layer: str) -> WayOut:
         """Returns the way out for a layer with 16-bit weights that the declaration makes narrow."""
@@ -377,7 +403,8 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
         left = names_chosen(fields.words("modules_to_not_convert") or ())
         words = f"experts run as they are stored: {MXFP4.summary}"
         return Stored(((names_chosen(("experts",)), scheme),), left, words=words)
-    if family not in _EXPERTS_APART:
+    names = _EXPERTS_APART.get(family)
+    if names is None:
         return NotStored(f"experts of {shown(family)} are decoded while they are loaded")
     reader = _READERS.get(method)
     if reader is None:
@@ -386,10 +413,10 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
     if isinstance(found, NotStored):
         return found
     groups = tuple(
-        (names, replace(scheme, no_product=scheme.no_product or _no_experts(model, scheme)))
-        for names, scheme in found.groups
+        (chosen, replace(scheme, no_product=scheme.no_product or _no_experts(model, scheme)))
+        for chosen, scheme in found.groups
     )
-    return replace(found, groups=groups)
+    return replace(found, groups=groups, experts=names)
 
 
 def _no_experts(model: Fields, scheme: Scheme) -> str:
@@ -407,21 +434,34 @@ def _no_experts(model: Fields, scheme: Scheme) -> str:
     return ""
 
 
-_EXPERTS_APART = frozenset(
-    {
-        "deepseek_v2",
-        "deepseek_v3",
-        "dots1",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "olmoe",
-        "qwen2_moe",
-        "qwen3_moe",
-    }
-)
-"""Families whose checkpoints store each expert by itself: experts.N.gate_proj, up_proj and down_proj."""
+_MIXTRAL = ExpertNames("w1", "w3", "w2", "block_sparse_moe")
+_EXPERTS_APART: Mapping[str, ExpertNames] = {
+    **dict.fromkeys(
+        (
+            "deepseek_v2",
+            "deepseek_v3",
+            "dots1",
+            "ernie4_5_moe",
+            "exaone_moe",
+            "flex_olmo",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "hunyuan_v1_moe",
+            "mellum",
+            "olmoe",
+            "qwen2_moe",
+            "qwen3_5_moe_text",
+            "qwen3_moe",
+            "qwen3_next",
+            "solar_open",
+        ),
+        ExpertNames(),
+    ),
+    **dict.fromkeys(("minimax_m2", "mixtral"), _MIXTRAL),
+}
+"""Families whose checkpoints store each expert by itself, and how."""
 
-_ROUNDED = _EXPERTS_APART | {"gpt_oss", "mixtral"}
+_ROUNDED = _EXPERTS_APART.keys() | {"gpt_oss", "hy_v3"}
 
 
 _TRANSPOSED = frozenset({"gpt2", "gpt-sw3"})

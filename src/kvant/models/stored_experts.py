@@ -18,13 +18,11 @@ from kvant.kv.checkpoint.safetensors_header import TensorEntry
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.sharding.cuts import Cut, Rule
 from kvant.models.sharding.narrow import cut_part
-from kvant.models.stored import Stored
+from kvant.models.stored import ExpertNames, Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, decode, join
 from kvant.weights.dialects import check_scales, read, read_experts, read_order
 from kvant.weights.format import Dialect, Scheme
 from kvant.weights.parts import Role, check_part, expert_parts, parts_of
-
-_APART = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = None) -> Tensor:
@@ -96,10 +94,12 @@ class ExpertCut:
 class StoredExperts:
     """The places of the tensors of one layer's experts.
 
-    name: of their module. schemes, cuts: by product. files, shapes: by a tensor's name.
+    name: of their module. names: of their matrices. schemes, cuts: by product. files, shapes: by a tensor's
+    name.
     """
 
     name: str
+    names: ExpertNames
     schemes: Mapping[str, Scheme]
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
@@ -123,8 +123,8 @@ class StoredExperts:
         shapes: dict[str, tuple[int, ...]] = {}
         cuts: dict[str, ExpertCut] = {}
         for product, shape_of_rank in module.shapes.items():
-            parts = _APART[product]
-            scheme = stored.scheme(f"{name}.0.{parts[0]}")
+            parts = stored.experts.of_product(product)
+            scheme = stored.scheme(stored.experts.matrix(name, 0, parts[0]))
             if scheme is None:
                 raise BadCheckpoint(
                     f"{name}: some products of experts are narrow, others are not",
@@ -147,7 +147,7 @@ class StoredExperts:
                 }
             else:
                 wanted = {
-                    f"{name}.{expert}.{one}.{short}": part
+                    f"{stored.experts.matrix(name, expert, one)}.{short}": part
                     for expert in range(count)
                     for one in parts
                     for short, part in parts_of(scheme, rows, columns).items()
@@ -158,7 +158,7 @@ class StoredExperts:
                 check_part(full, part, None if entry is None else entry.dtype, shape)
                 if shape is not None:
                     files[full], shapes[full] = home[full], shape
-        return StoredExperts(name, schemes, files, shapes, cuts)
+        return StoredExperts(name, stored.experts, schemes, files, shapes, cuts)
 
     def read_into(self, module: NarrowExperts, device: torch.device) -> None:
         """Reads all weights to the device. Raises BadCheckpoint for scales and codes that are NaN or Inf."""
@@ -200,8 +200,8 @@ class StoredExperts:
     def _read_apart(self, product: str, count: int, device: torch.device) -> Iterator[NarrowWeight]:
         """Yields the matrices of a product that is stored apart, in the order of the stack's rows."""
         for expert in range(count):
-            for one in _APART[product]:
-                layer = f"{self.name}.{expert}.{one}"
+            for one in self.names.of_product(product):
+                layer = self.names.matrix(self.name, expert, one)
                 yield self._read_one(layer, self.schemes[product], self.cuts[product], device)
 
     def _read_one(

@@ -1,0 +1,145 @@
+"""Families whose files hold each expert by itself: read as stored on a GPU, decoded on a CPU, or rounded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvant import LLM
+from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.kv.dtype import ComputeDtype
+from kvant.models.forward_info import ForwardFacts
+from kvant.models.fused.info import INFO as FUSED
+from kvant.models.fused.narrow_experts import NarrowExperts
+from kvant.models.load import load_model
+from kvant.models.quantization import Quantization, format_of
+from kvant.models.select import choose
+from kvant.models.stored import _EXPERTS_APART, ExpertNames
+from kvant.plan.plan import PlanRequest
+from kvant.sampling.sampling_params import SamplingParams
+from kvant.weights.codecs import decode, encode
+from kvant.weights.linear import NarrowLinear
+from tests.models import families, loading
+from tests.models.loading import CPU_FACTS
+from tests.models.tiny_narrow import DIALECTS
+from tests.planned import plan_of
+
+GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
+QUICK = ("minimax_m2", "qwen3_next")
+EACH = [
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in sorted(_EXPERTS_APART)
+]
+_NARROW = re.compile(r"layers\..*(_proj|_proj_with_mqa|experts\.\d+\.w\d|in_proj_\w+)\.weight$")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_WIDE = ["lm_head", r"re:.*gate$", r"re:.*\.wg$", r"re:.*conv1d.*", r"re:.*router.*"]
+
+
+def build(family: str, directory: Path) -> tuple[Path, Path]:
+    """A tiny model whose linear layers and experts are 8-bit floats, and the model of their numbers."""
+    narrow, exact = directory / "narrow", directory / "exact"
+    config = families.build(family, narrow)
+    declared, make = DIALECTS["ct fp8 channel"]
+    generator = torch.Generator().manual_seed(0)
+    stored: dict[str, Tensor] = {}
+    numbers: dict[str, Tensor] = {}
+    for name, value in load_file(narrow / "model.safetensors").items():
+        numbers[name] = value
+        if value.ndim != 2 or not _NARROW.search(name):
+            stored[name] = value
+            continue
+        tensors, numbers[name] = make(value, generator)
+        stored |= {name.removesuffix("weight") + short: one for short, one in tensors.items()}
+    said = {**config, "quantization_config": {**declared, "ignore": _WIDE}}
+    exact.mkdir()
+    for path, tensors, fields in ((narrow, stored, said), (exact, numbers, config)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(fields))
+    return narrow, exact
+
+
+def experts_of(module: torch.nn.Module) -> dict[str, NarrowExperts]:
+    return {name: part for name, part in module.named_modules() if isinstance(part, NarrowExperts)}
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
+    family: str, tmp_path: Path
+) -> None:
+    path, exact = build(family, tmp_path)
+    planned = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16))
+    assert planned.can_run
+    assert planned.forward.stored is not None
+    geometry = planned.target.geometry
+    config = json.loads((path / "config.json").read_text())
+    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
+    assert FUSED.refuse(facts) is None
+    model = load_model(
+        path, planned.target.kv, geometry, choose(FUSED, facts), device=torch.device("cpu")
+    )
+    assert not model.unused_tensors
+    numbers = load_file(exact / "model.safetensors")
+    names, held = _EXPERTS_APART[family], experts_of(model._module)
+    assert held
+    for name, part in held.items():
+        for index in range(part.num_experts):
+            of = [
+                numbers[f"{names.matrix(name, index, one)}.weight"]
+                for one in (names.gate, names.up, names.down)
+            ]
+            assert torch.equal(decode(part.gate_up.one(index)), torch.cat(of[:2]))
+            assert torch.equal(decode(part.down.one(index)), of[2])
+    if family in _LATENT:
+        return  # no forward computes latents with decoded experts
+    text = [(7 * i + i * i) % 90 + 3 for i in range(40)]
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    found, expected = (
+        LLM(one, kv_cache_memory="1MiB").generate([text], SamplingParams(**greedy))[0].token_ids
+        for one in (path, exact)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("family", [*EACH, pytest.param("hy_v3", marks=pytest.mark.slow)])
+def test_they_are_rounded_while_they_are_loaded(family: str, tmp_path: Path) -> None:
+    families.build(family, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    asked = Quantization.INT8
+    plan_of(PlanRequest(str(tmp_path), GPU, dtype=ComputeDtype.BFLOAT16, quantization=asked))
+    target = plan_of(PlanRequest(str(tmp_path), CPU_FACTS)).target
+    module = loading.load(
+        tmp_path, target.kv, target.geometry, quantization=asked, only=FUSED
+    )._module
+
+    def rounded(weight: Tensor, *, is_head: bool = False) -> Tensor:
+        return decode(encode(weight, format_of(asked, weight.shape[1], is_head=is_head)))
+
+    held = experts_of(module)
+    assert held
+    for name, part in held.items():
+        wide: Any = theirs.get_submodule(name)
+        for index in range(part.num_experts):
+            both = ((part.gate_up, wide.gate_up_proj), (part.down, wide.down_proj))
+            for narrow, stack in both:
+                assert torch.equal(decode(narrow.one(index)), rounded(stack[index]))
+    for name, layer in module.named_modules():
+        if isinstance(layer, NarrowLinear):
+            weight: Any = theirs.get_submodule(name).weight
+            assert torch.equal(decode(layer.narrow), rounded(weight, is_head="head" in name)), name
+
+
+def test_names_in_files_follow_from_the_module() -> None:
+    at = "model.layers.3.mlp.experts"
+    assert ExpertNames().matrix(at, 2, "up_proj") == f"{at}.2.up_proj"
+    mixtral = _EXPERTS_APART["mixtral"]
+    found = mixtral.matrix(at, 2, mixtral.down)
+    assert found == "model.layers.3.block_sparse_moe.experts.2.w2"
+    assert mixtral.of_product("gate_up_proj") == ("w1", "w3")

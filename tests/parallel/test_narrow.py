@@ -109,22 +109,33 @@ def test_each_rank_rounds_its_part_while_it_is_loaded(asked: Quantization, tmp_p
 
 WIDE_ENOUGH = {
     "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 256, "intermediate_size": 128},
+    "mixtral": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16},
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 128},
 }
 
 
-@pytest.mark.parametrize("dialect", ["fp8 block", "ct fp8 channel", "ct int4", "gptq", "mxfp4"])
+@pytest.mark.parametrize(
+    ("dialect", "family"),
+    [
+        ("fp8 block", "qwen3_moe"),
+        ("ct fp8 channel", "qwen3_moe"),
+        ("ct int4", "qwen3_moe"),
+        ("gptq", "qwen3_moe"),
+        ("fp8 block", "mixtral"),
+        ("gptq", "mixtral"),
+        ("mxfp4", "gpt_oss"),
+    ],
+)
 @pytest.mark.parametrize("only", [MODULES, FUSED], ids=lambda info: info.name)
 def test_ranks_compute_what_one_device_does_with_narrow_experts(
-    only: ForwardInfo, dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    only: ForwardInfo, dialect: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family = "gpt_oss" if dialect == "mxfp4" else "qwen3_moe"
     sizes = WIDE_ENOUGH[family]
     monkeypatch.setitem(tiny_narrow_experts.SIZES, family, sizes)
     if dialect == "mxfp4":
         path, _ = tiny_narrow_experts.build_mxfp4(tmp_path)
     else:
-        path, _ = tiny_narrow_experts.build(tmp_path, dialect)
+        path, _ = tiny_narrow_experts.build(tmp_path, dialect, family)
     whole = load(path, only, family=family, **sizes)
     expected = logits(whole)
 

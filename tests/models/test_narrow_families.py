@@ -108,6 +108,18 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
     assert found == expected
 
 
+@pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe"])
+def test_a_plan_counts_their_bytes_without_files(family: str, tmp_path: Path) -> None:
+    path, _ = build(family, tmp_path)
+    file = path / "model.safetensors"
+    stored = load_file(file)
+    file.unlink()
+    found = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16)).target.weights
+    of_codes = {torch.float8_e4m3fn: 1}  # other numbers, scales too, have 16 bits in released files
+    counted = sum(of_codes.get(one.dtype, 2) * one.numel() for one in stored.values())
+    assert found.bytes == pytest.approx(counted, rel=1e-4)  # without buffers of routers
+
+
 @pytest.mark.parametrize("family", [*EACH, pytest.param("hy_v3", marks=pytest.mark.slow)])
 def test_they_are_rounded_while_they_are_loaded(family: str, tmp_path: Path) -> None:
     families.build(family, tmp_path)

@@ -106,14 +106,16 @@ def weight_bytes_of(
     compute: ComputeDtype | None = None,
     decoded: bool = False,
     num_weights: int | None = None,
+    parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
     matrices: ComputeDtype | None = None,
 ) -> WeightBytes:
     """Returns the bytes of the weights after loading. Pure.
 
     compute: the compute dtype; None for the stored bytes. decoded: whether quantised matrices are
     decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they keep their size.
-    num_weights: elements of a model whose weights Kvant does not list. matrices: the dtype that matrices
-    keep instead of the compute dtype; the few other numbers are counted in it too.
+    num_weights, parameters: elements, and names and shapes, of a model whose weights Kvant does not list.
+    matrices: the dtype that matrices keep instead of the compute dtype; the few other numbers are counted in
+    it too.
     """
     compute = compute if matrices is None else matrices
     if num_weights is not None and (decoded or _is_plain_and_absent(stored)):
@@ -131,7 +133,7 @@ def weight_bytes_of(
         if compute is not None and read_recipe(config) is None:
             total = total * ELEMENT_BYTES[compute] // ELEMENT_BYTES[geometry.dtype]
         return WeightBytes(total, WeightSource.HEADERS, "from the index of the safetensors files")
-    return estimate_weight_bytes(stored.config, geometry, compute=compute)
+    return estimate_weight_bytes(stored.config, geometry, compute=compute, parameters=parameters)
 
 
 def _is_plain_and_absent(stored: StoredWeights) -> bool:
@@ -145,17 +147,19 @@ def estimate_weight_bytes(
     *,
     compute: ComputeDtype | None = None,
     decoded: bool = False,
+    parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
 ) -> WeightBytes:
     """Returns the bytes from the config alone: the elements of every weight times the bytes of its dtype.
 
     Counts the weights that transformers' AutoModelForCausalLM loads: no extra prediction layers (MTP),
     and no towers that the class omits. Quantised weights are counted with their scales, or with their
-    decoded size.
+    decoded size. parameters: names and shapes of a probed model's weights.
     """
     recipe = None if decoded else read_recipe(config)
     if isinstance(recipe, NoRecipe):
         return WeightBytes(None, None, recipe.reason)
-    weights = models_weights(config, geometry)
+    probed = tuple(_of_parameters(parameters, place_of_layers(geometry), drops=False))
+    weights = probed or models_weights(config, geometry)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
     found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])

@@ -331,6 +331,7 @@ def _weights(
         compute=compute,
         decoded=facts.are_decoded and not isinstance(stored, Stored),
         num_weights=None if facts.shape is None else facts.shape.num_weights,
+        parameters=() if facts.shape is None else facts.shape.parameters,
         matrices=_kept_matrices(request, facts, geometry, compute, role),
     )  # fmt: skip
 

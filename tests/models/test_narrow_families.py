@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.kv.dtype import ComputeDtype
+from kvant.models.expert_names import ExpertNames
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.load import load_model
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.select import choose
-from kvant.models.stored import _EXPERTS_APART, ExpertNames
+from kvant.models.stored import _EXPERTS_APART
 from kvant.plan.plan import PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.weights.codecs import decode, encode

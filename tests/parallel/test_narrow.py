@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.attention.reference.backend import backend
 from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import ModelGeometry
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
@@ -23,12 +24,15 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Quantization
 from kvant.models.select import choose
+from kvant.plan.plan import PlanRequest
 from kvant.weights.codecs import NarrowStack, decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
+from tests.models import test_narrow_families as narrow_families
 from tests.models import tiny, tiny_narrow_experts
 from tests.models.tiny_narrow import DIALECTS, build
 from tests.parallel.together import ThreadGroup, by_all
+from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
 TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
@@ -39,11 +43,11 @@ def load(
     only: ForwardInfo,
     group: ThreadGroup | None = None,
     quantization: Quantization | None = None,
-    family: str = "llama",
+    family: str | ModelGeometry = "llama",
     **sizes: Any,
 ) -> LoadedModel:
     """On this CPU, as a GPU would load it."""
-    geometry = tiny.geometry(family, **sizes)
+    geometry = family if isinstance(family, ModelGeometry) else tiny.geometry(family, **sizes)
     plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
     config = json.loads((path / "config.json").read_text())
     size = 1 if group is None else group.shard.size
@@ -155,6 +159,43 @@ def test_ranks_compute_what_one_device_does_with_narrow_experts(
                 halves = [one.chunk(2, 1) for one in of_ranks]
                 found = torch.cat([half for pair in zip(*halves, strict=True) for half in pair], 1)
             assert torch.equal(found, decode_stack(getattr(module, product))), (name, product)
+
+
+@pytest.mark.parametrize("asked", [None, Quantization.INT8], ids=["stored", "rounded"])
+@pytest.mark.parametrize(
+    ("family", "only"),
+    [("minimax_m2", MODULES), ("ernie4_5_moe", FUSED), ("hunyuan_v1_moe", FUSED)],
+)
+def test_ranks_share_narrow_weights_of_families_that_kvant_probes(
+    family: str, only: ForwardInfo, asked: Quantization | None, tmp_path: Path
+) -> None:
+    path, exact = narrow_families.build(family, tmp_path)
+    path = path if asked is None else exact
+    request = PlanRequest(
+        str(path), GPU, dtype=ComputeDtype.BFLOAT16, tensor_parallel_size=2, quantization=asked
+    )
+    planned = plan_of(request)
+    assert planned.division is not None
+    geometry = planned.target.geometry
+    whole = load(path, only, None, asked, geometry)
+    expected = logits(whole)
+
+    def rank(group: ThreadGroup) -> tuple[LoadedModel, Tensor]:
+        model = load(path, only, group, asked, geometry)
+        return model, logits(model)
+
+    ranks = by_all(2, rank)
+    for _, found in ranks if asked is None else ():  # ranks do not round the head
+        assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
+    parts = [_experts(model) for model, _ in ranks]
+    for name, module in _experts(whole).items():
+        found, wanted = (
+            torch.cat([decode_stack(part[name].down) for part in parts], 2),
+            decode_stack(module.down),
+        )
+        # A rank that rounds has scales of its own.
+        most = 0.0 if asked is None else 0.01 * float(wanted.abs().max())
+        assert (found - wanted).abs().max() <= most
 
 
 def _experts(model: LoadedModel) -> dict[str, NarrowExperts]:

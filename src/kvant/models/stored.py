@@ -17,6 +17,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
+from kvant.models.expert_names import AS_MODULES, ExpertNames
 from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
 from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS, PLAIN
@@ -78,30 +79,6 @@ _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """How files name the matrices of experts that are stored one by one.
-
-    owner: the files' name of the module above `experts`; "" for the name in transformers' model.
-    """
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    owner: str = ""
-
-    def of_product(self, product: str) -> tuple[str, ...]:
-        """Returns the matrices whose rows follow one another in a stack, `gate_up_proj` or `down_proj`."""
-        return (self.down,) if product == "down_proj" else (self.gate, self.up)
-
-    def matrix(self, module: str, expert: int, part: str) -> str:
-        """Returns the name of an expert's matrix. module: path of transformers' module of all experts."""
-        if self.owner:
-            layer = module.removesuffix(".experts").rpartition(".")[0]
-            module = f"{layer}.{self.owner}.experts"
-        return f"{module}.{expert}.{part}"
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """How a checkpoint stores its narrow weights.
 
@@ -118,7 +95,7 @@ class Stored:
     words: str = ""
     rounding: Activations | None = None
     exceptions: str = "ignore"
-    experts: ExpertNames = ExpertNames()
+    experts: ExpertNames = AS_MODULES
 
     def leave_alone(self, layer: str) -> WayOut:
         """Returns the way out for a layer with 16-bit weights that the declaration makes narrow."""
@@ -455,7 +432,7 @@ _EXPERTS_APART: Mapping[str, ExpertNames] = {
             "qwen3_next",
             "solar_open",
         ),
-        ExpertNames(),
+        AS_MODULES,
     ),
     **dict.fromkeys(("minimax_m2", "mixtral"), _MIXTRAL),
 }

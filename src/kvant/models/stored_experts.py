@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import TensorEntry
+from kvant.models.expert_names import ExpertNames
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.sharding.cuts import Cut, Rule
 from kvant.models.sharding.narrow import cut_part
-from kvant.models.stored import ExpertNames, Stored
+from kvant.models.stored import Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, decode, join
 from kvant.weights.dialects import check_scales, read, read_experts, read_order
 from kvant.weights.format import Dialect, Scheme

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, ModelGeometry
+from kvant.models.expert_names import ExpertNames
 from kvant.models.geometry.draft import draft_weights
 from kvant.models.geometry.families import (
     decoder_weights,
@@ -205,6 +206,29 @@ def place_of_layers(geometry: ModelGeometry) -> str:
     names = (one.name for one in geometry.layers if one.attention is not Attention.NONE)
     above, found, _ = next(names, "").rpartition(".layers.")
     return f"{above}.layers" if found else ""
+
+
+def probed_weights(
+    parameters: Iterable[tuple[str, tuple[int, ...]]], geometry: ModelGeometry, names: ExpertNames
+) -> Iterator[Weight]:
+    """Yields a probed model's weights; matrices of experts have their names in files, as in `list_weights`.
+
+    parameters: names and shapes of transformers' modules. names: of experts' matrices.
+    """
+    for weight in _of_parameters(parameters, place_of_layers(geometry), drops=False):
+        module, _, product = weight.name.rpartition(".")
+        if weight.kind is not WeightKind.EXPERT or product not in _PRODUCTS:
+            yield weight
+            continue
+        matrices = names.of_product(product)
+        for one in matrices:
+            yield replace(
+                weight, name=names.matrix(module, 0, one), rows=weight.rows // len(matrices)
+            )
+
+
+_PRODUCTS = ("gate_up_proj", "down_proj")
+"""transformers' stacks of all experts of a layer."""
 
 
 def _of_parameters(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvant.errors import NotServable, WayOut
+from kvant.models.expert_names import AS_MODULES, ExpertNames
 from kvant.models.geometry.families import find_family
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.geometry.weight_recipe import Recipe, read_recipe
@@ -23,7 +24,7 @@ from kvant.models.sharding.divided import (
     replicated,
 )
 from kvant.models.stored import NotStored, Stored, read_blocks, read_stored
-from kvant.models.weights import ELEMENT_BYTES, list_weights
+from kvant.models.weights import ELEMENT_BYTES, list_weights, place_of_layers, probed_weights
 from kvant.plan.plan import PlannedModel, PlanRequest
 from kvant.speculative.methods import METHODS
 from kvant.weights.format import WeightFormat
@@ -58,11 +59,12 @@ def divide(
     ranks cannot divide.
     """
     geometry, whole, ranks = target.geometry, target.weights, request.tensor_parallel_size
-    narrow = _narrow_formats(request, target)
+    stored = _stored(request, target)
+    narrow = _narrow_formats(request, target, stored)
     element = ELEMENT_BYTES[target.kv.compute_dtype]
     sized = [(one, math.prod(one[1]) * element) for one in target.parameters]
-    if not target.parameters:
-        listed = list_weights(target.config, geometry)
+    if narrow is not None or not target.parameters:
+        listed = _weights(target, AS_MODULES if stored is None else stored.experts)
         recipe = None if request.quantization is not None else read_recipe(target.config)
 
         def bytes_of(weight: Weight) -> int:
@@ -88,21 +90,49 @@ def divide(
     return target, Division(ranks, whole.bytes, kept)
 
 
-def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | None:
+def _weights(target: PlannedModel, names: ExpertNames) -> tuple[Weight, ...]:
+    """Returns the target's weights by their names in files. names: of experts' matrices."""
+    if target.parameters:
+        return tuple(probed_weights(target.parameters, target.geometry, names))
+    return list_weights(target.config, target.geometry)
+
+
+def _narrow_formats(
+    request: PlanRequest, target: PlannedModel, stored: Stored | None
+) -> FormatOf | None:
     """Returns a function that gives each weight's narrow format in memory; None if no weight is narrow.
 
-    Raises NotServable for narrow weights that do not run as they are stored.
+    stored: how the files store weights that stay narrow.
     """
     asked = request.quantization
-    if target.parameters and (asked is not None or _is_narrow(target)):
-        raise _not_divided(request, target, "only of families whose weights Kvant lists itself")
     if asked is not None:
-        layers = find_family(target.config).prefix
+        layers = (
+            place_of_layers(target.geometry)
+            if target.parameters
+            else find_family(target.config).prefix
+        )
 
         def rounded(weight: Weight, _rows: int, columns: int) -> WeightFormat | None:
             return format_of(asked, columns) if rounds(weight, layers) else None
 
         return rounded
+    if stored is None:
+        return None
+
+    def kept(weight: Weight, _rows: int, _columns: int) -> WeightFormat | None:
+        scheme = stored.scheme(weight.name) if weight.is_product else None
+        return None if scheme is None else scheme.format
+
+    return kept
+
+
+def _stored(request: PlanRequest, target: PlannedModel) -> Stored | None:
+    """Returns how the files store weights that stay narrow; None if none does.
+
+    Raises NotServable for narrow weights that do not run as they are stored.
+    """
+    if request.quantization is not None:
+        return None
     stored: Stored | NotStored | None = None
     if read_blocks(target.config) is not None:
         stored = NotStored("the blocks of GGUF files are not divided yet")
@@ -116,14 +146,7 @@ def _narrow_formats(request: PlanRequest, target: PlannedModel) -> FormatOf | No
             stored = NotStored("on a CPU the compiled forward reads them, which runs one rank")
     if isinstance(stored, NotStored):
         raise _not_divided(request, target, stored.reason)
-    if stored is None:
-        return None
-
-    def kept(weight: Weight, _rows: int, _columns: int) -> WeightFormat | None:
-        scheme = stored.scheme(weight.name) if weight.is_product else None
-        return None if scheme is None else scheme.format
-
-    return kept
+    return stored
 
 
 def _is_narrow(target: PlannedModel) -> bool:

@@ -15,12 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.kv.dtype import ComputeDtype
+from kvant.attention.reference.backend import backend
+from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.geometry import ModelGeometry
 from kvant.models.expert_names import ExpertNames
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.load import load_model
+from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.select import choose
 from kvant.models.stored import _EXPERTS_APART
@@ -28,6 +31,7 @@ from kvant.plan.plan import PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.weights.codecs import decode, encode
 from kvant.weights.linear import NarrowLinear
+from tests.attention import driver
 from tests.models import families, loading
 from tests.models.loading import CPU_FACTS
 from tests.models.tiny_narrow import DIALECTS
@@ -40,6 +44,7 @@ EACH = [
     for name in sorted(_EXPERTS_APART)
 ]
 _NARROW = re.compile(r"layers\..*(_proj|_proj_with_mqa|experts\.\d+\.w\d|in_proj_\w+)\.weight$")
+TEXT = [(7 * i + i * i) % 90 + 3 for i in range(40)]
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _WIDE = ["lm_head", r"re:.*gate$", r"re:.*\.wg$", r"re:.*conv1d.*", r"re:.*router.*"]
 
@@ -67,6 +72,21 @@ def build(family: str, directory: Path) -> tuple[Path, Path]:
     return narrow, exact
 
 
+def load(path: Path, geometry: ModelGeometry) -> LoadedModel:
+    """On this CPU, as a GPU would load it; products decode their weights then."""
+    config = json.loads((path / "config.json").read_text())
+    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
+    assert FUSED.refuse(facts) is None
+    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
+    return load_model(path, plan, geometry, choose(FUSED, facts), device=torch.device("cpu"))
+
+
+def logits(model: LoadedModel) -> Tensor:
+    steps = driver.Driver(driver.pool(model.plan, 40), backend())
+    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
+    return model.forward(ids, call, torch.arange(len(TEXT)))
+
+
 def experts_of(module: torch.nn.Module) -> dict[str, NarrowExperts]:
     return {name: part for name, part in module.named_modules() if isinstance(part, NarrowExperts)}
 
@@ -80,13 +100,9 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
     assert planned.can_run
     assert planned.forward.stored is not None
     geometry = planned.target.geometry
-    config = json.loads((path / "config.json").read_text())
-    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
-    assert FUSED.refuse(facts) is None
-    model = load_model(
-        path, planned.target.kv, geometry, choose(FUSED, facts), device=torch.device("cpu")
-    )
+    model, wide = load(path, geometry), load(exact, geometry)
     assert not model.unused_tensors
+    assert torch.equal(logits(model), logits(wide))
     numbers = load_file(exact / "model.safetensors")
     names, held = _EXPERTS_APART[family], experts_of(model._module)
     assert held
@@ -100,10 +116,9 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
             assert torch.equal(decode(part.down.one(index)), of[2])
     if family in _LATENT:
         return  # no forward computes latents with decoded experts
-    text = [(7 * i + i * i) % 90 + 3 for i in range(40)]
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     found, expected = (
-        LLM(one, kv_cache_memory="1MiB").generate([text], SamplingParams(**greedy))[0].token_ids
+        LLM(one, kv_cache_memory="1MiB").generate([TEXT], SamplingParams(**greedy))[0].token_ids
         for one in (path, exact)
     )
     assert found == expected

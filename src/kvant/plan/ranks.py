@@ -9,8 +9,7 @@ from typing import Any
 
 from kvant.errors import NotServable, WayOut
 from kvant.models.expert_names import AS_MODULES, ExpertNames
-from kvant.models.geometry.families import find_family
-from kvant.models.geometry.parameters import Weight, WeightKind
+from kvant.models.geometry.parameters import Weight
 from kvant.models.geometry.weight_recipe import Recipe, read_recipe
 from kvant.models.quantization import format_of, rounds
 from kvant.models.shape import ModelShape
@@ -106,11 +105,7 @@ def _narrow_formats(
     """
     asked = request.quantization
     if asked is not None:
-        layers = (
-            place_of_layers(target.geometry)
-            if target.parameters
-            else find_family(target.config).prefix
-        )
+        layers = place_of_layers(target.geometry)
 
         def rounded(weight: Weight, _rows: int, columns: int) -> WeightFormat | None:
             return format_of(asked, columns) if rounds(weight, layers) else None
@@ -154,13 +149,7 @@ def _is_narrow(target: PlannedModel) -> bool:
     recipe = read_recipe(target.config)
     if not isinstance(recipe, Recipe):
         return recipe is not None
-    weights: Iterable[Weight] = (
-        Weight(name.removesuffix(".weight"), WeightKind.LINEAR, *shape)
-        for name, shape in target.parameters
-        if len(shape) == 2
-    )
-    if not target.parameters:
-        weights = list_weights(target.config, target.geometry)
+    weights = _weights(target, AS_MODULES)
     return any(recipe.stored_bytes(weight) is not None for weight in weights)
 
 

@@ -353,7 +353,7 @@ def round_activations(x: Tensor, rounding: Rounding) -> RoundedRows:
         codes, scales = round_groups(x, rounding.group)
     else:
         codes, scales = round_rows(x)
-    return RoundedRows(codes.view(torch.float8_e4m3fn), scales, x.dtype)
+    return RoundedRows(codes.view(torch.float8_e4m3fn), scales, x.dtype, rounding.fast_sums)
 
 
 def decode(weight: NarrowWeight, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -388,11 +388,9 @@ def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:
         ours = data[f"Kvant's {shape}"]
         for load, seconds in beside_vllm.both(data[f"vLLM's {shape}"], ours).items():
             ratio, page, by = min(seconds[0]) / min(seconds[1]), "throughput", ours
-            for since in (
-                data.get(f"faster {shape}"),
-                data.get(f"fastest {shape}"),
-            ):  # calls of their own
-                for r in () if since is None else since["rounds"]:
+            keys = (f"faster {shape}", f"fastest {shape}")
+            for since in (data[key] for key in keys if key in data):
+                for r in since["rounds"]:
                     if r["load"] == load:
                         ratio, page, by = min(seconds[0]) / min(r["seconds"]), _SINCE[shape], since
             what = f"{beside_vllm.name_of(shape)}, {load.replace('x', ' x ')}, over vLLM"

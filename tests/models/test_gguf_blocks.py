@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint, NotServable
 from kvant.execution.runner import ModelRunner
 from kvant.kv.dtype import ComputeDtype, KVDtype
@@ -40,7 +39,7 @@ from kvant.weights.codecs import decode
 from kvant.weights.format import BLOCK_TYPES
 from kvant.weights.linear import NarrowEmbedding, NarrowLinear
 from tests.attention import driver
-from tests.models import tiny_gguf
+from tests.models import loading, tiny_gguf
 from tests.models.tiny_gguf import metadata, tensors, write_gguf
 from tests.weights.test_blocks import blocks
 
@@ -140,9 +139,7 @@ def load_as_on_a_gpu(path: Path, only: ForwardInfo) -> LoadedModel:
 def test_a_gpu_keeps_the_files_bytes_too(only: ForwardInfo, tied: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "qwen3", SMALL, tied=tied)
     expected, model = transformers_logits(path), load_as_on_a_gpu(path, only)
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    found = model.forward(ids, call, torch.arange(len(TEXT)))
+    found = loading.logits(model, TEXT)
     assert (found - expected).abs().max() < BOUND * expected.abs().max()
     kinds = {part.format for part in model._module.modules() if isinstance(part, NarrowLinear)}
     assert kinds == {BLOCK_TYPES[kind].format for kind in ("Q4_0", "Q4_1", "Q8_0")}
@@ -164,9 +161,7 @@ def test_blocks_of_another_file_take_the_place_of_those_that_run(tmp_path: Path)
     other = write_gguf(tmp_path / "o.gguf", metadata("qwen3"), values, "qwen3", chosen)
 
     def text(model: LoadedModel) -> Tensor:
-        steps = driver.Driver(driver.pool(model.plan, 40), backend())
-        ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-        return model.forward(ids, call, torch.arange(len(TEXT)))
+        return loading.logits(model, TEXT)
 
     running, wanted = (load_as_on_a_gpu(where, FUSED) for where in (path, other))
     assert not torch.equal(text(running), text(wanted))

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.fused.info import INFO as FUSED
@@ -58,10 +57,7 @@ def build(directory: Path, family: str, dialect: str) -> tuple[Path, Path]:
 
 
 def logits(model: Any) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    found: Tensor = model.forward(ids, call, torch.arange(len(TEXT)))
-    return found
+    return loading.logits(model, TEXT)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CTRLConfig, GPT2Config, PreTrainedConfig
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.cpu.info import INFO as COMPILED
@@ -52,9 +51,7 @@ def load(
 
 
 def logits(model: LoadedModel) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    return model.forward(ids, call, torch.arange(len(TEXT)))
+    return loading.logits(model, TEXT)
 
 
 def rounded(path: Path, quantization: Quantization) -> Tensor:

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.forward_info import ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts, is_experts
 from kvant.models.load import load_model
@@ -24,7 +23,6 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.narrow import chosen_layers
 from kvant.models.quantization import Quantization, format_of
-from kvant.models.select import choose
 from kvant.models.stored import NotStored, Stored, read_stored
 from kvant.models.weights import quantized_weight_bytes
 from kvant.plan.plan import PlanRequest
@@ -47,9 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def logits(model: LoadedModel) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    return model.forward(ids, call, torch.arange(len(TEXT)))
+    return loading.logits(model, TEXT)
 
 
 def rounded(path: Path, quantization: Quantization) -> Tensor:
@@ -97,13 +93,7 @@ def load_stored(
 ) -> LoadedModel:
     """On this CPU, as a GPU would load it; products decode their weights then."""
     geometry = tiny.geometry(family, **SIZES[family])
-    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    config = json.loads((path / "config.json").read_text())
-    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
-    assert facts.stored is not None
-    assert only.refuse(facts) is None
-    choice = choose(only, facts)
-    return load_model(path, plan, geometry, choice, device=torch.device("cpu"), dummy_weights=dummy)
+    return loading.load_as_on_gpu(path, geometry, only, dummy_weights=dummy)
 
 
 def _wide_logits(path: Path, family: str) -> Tensor:

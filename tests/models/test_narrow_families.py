@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
-from kvant.kv.dtype import ComputeDtype, KVDtype
-from kvant.kv.geometry import ModelGeometry
+from kvant.kv.dtype import ComputeDtype
 from kvant.models.expert_names import ExpertNames
-from kvant.models.forward_info import ForwardFacts
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
-from kvant.models.select import choose
 from kvant.models.stored import _EXPERTS_APART
 from kvant.plan.plan import PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.weights.codecs import decode, encode
 from kvant.weights.linear import NarrowLinear
-from tests.attention import driver
 from tests.models import families, loading
 from tests.models.loading import CPU_FACTS
-from tests.models.tiny_narrow import DIALECTS
+from tests.models.tiny_narrow_experts import build_family
 from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -43,48 +35,12 @@ EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in sorted(_EXPERTS_APART)
 ]
-_NARROW = re.compile(r"layers\..*(_proj|_proj_with_mqa|experts\.\d+\.w\d|in_proj_\w+)\.weight$")
 TEXT = [(7 * i + i * i) % 90 + 3 for i in range(40)]
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-_WIDE = ["lm_head", r"re:.*gate$", r"re:.*\.wg$", r"re:.*conv1d.*", r"re:.*router.*"]
-
-
-def build(family: str, directory: Path) -> tuple[Path, Path]:
-    """A tiny model whose linear layers and experts are 8-bit floats, and the model of their numbers."""
-    narrow, exact = directory / "narrow", directory / "exact"
-    config = families.build(family, narrow)
-    declared, make = DIALECTS["ct fp8 channel"]
-    generator = torch.Generator().manual_seed(0)
-    stored: dict[str, Tensor] = {}
-    numbers: dict[str, Tensor] = {}
-    for name, value in load_file(narrow / "model.safetensors").items():
-        numbers[name] = value
-        if value.ndim != 2 or not _NARROW.search(name):
-            stored[name] = value
-            continue
-        tensors, numbers[name] = make(value, generator)
-        stored |= {name.removesuffix("weight") + short: one for short, one in tensors.items()}
-    said = {**config, "quantization_config": {**declared, "ignore": _WIDE}}
-    exact.mkdir()
-    for path, tensors, fields in ((narrow, stored, said), (exact, numbers, config)):
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(fields))
-    return narrow, exact
-
-
-def load(path: Path, geometry: ModelGeometry) -> LoadedModel:
-    """On this CPU, as a GPU would load it; products decode their weights then."""
-    config = json.loads((path / "config.json").read_text())
-    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
-    assert FUSED.refuse(facts) is None
-    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    return load_model(path, plan, geometry, choose(FUSED, facts), device=torch.device("cpu"))
 
 
 def logits(model: LoadedModel) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    return model.forward(ids, call, torch.arange(len(TEXT)))
+    return loading.logits(model, TEXT)
 
 
 def experts_of(module: torch.nn.Module) -> dict[str, NarrowExperts]:
@@ -95,12 +51,13 @@ def experts_of(module: torch.nn.Module) -> dict[str, NarrowExperts]:
 def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
     family: str, tmp_path: Path
 ) -> None:
-    path, exact = build(family, tmp_path)
+    path, exact = build_family(tmp_path, family)
     planned = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16))
     assert planned.can_run
     assert planned.forward.stored is not None
     geometry = planned.target.geometry
-    model, wide = load(path, geometry), load(exact, geometry)
+    model = loading.load_as_on_gpu(path, geometry, FUSED)
+    wide = loading.load_as_on_gpu(exact, geometry, FUSED, is_narrow=False)
     assert not model.unused_tensors
     assert torch.equal(logits(model), logits(wide))
     numbers = load_file(exact / "model.safetensors")
@@ -126,7 +83,7 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
 
 @pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe"])
 def test_a_plan_counts_their_bytes_without_files(family: str, tmp_path: Path) -> None:
-    path, _ = build(family, tmp_path)
+    path, _ = build_family(tmp_path, family)
     file = path / "model.safetensors"
     stored = load_file(file)
     file.unlink()

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.activations import with_activations
@@ -32,7 +31,7 @@ from kvant.weights import linear
 from kvant.weights.format import FP8_TENSOR
 from kvant.weights.linear import multiply, rounded_numbers
 from tests.attention import driver
-from tests.models import tiny
+from tests.models import loading, tiny
 from tests.models.tiny_narrow import INPUT_SCALE, build
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -52,9 +51,7 @@ def load(path: Path, only: ForwardInfo = MODULES, asked: Activations | None = No
 
 
 def logits(model: LoadedModel) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    return model.forward(ids, call, torch.arange(len(TEXT)))
+    return loading.logits(model, TEXT)
 
 
 def expected(numbers: dict[str, Tensor], scales: Callable[[str], float | None]) -> Tensor:

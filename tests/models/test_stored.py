@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM
 from kvant import LLM, SamplingParams
 from kvant.attention.cpu.backend import backend as cpu_backend
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
 from kvant.errors import BadCheckpoint, NotServable
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.forward_info import ForwardFacts, ForwardInfo
@@ -28,7 +27,7 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantized import check_decoded
-from kvant.models.select import choose, select_forward
+from kvant.models.select import select_forward
 from kvant.models.stored import (
     NotStored,
     Stored,
@@ -42,7 +41,7 @@ from kvant.plan.scale_values import check_values
 from kvant.weights.codecs import decode
 from kvant.weights.linear import NarrowLinear
 from tests.attention import driver
-from tests.models import families, tiny, tiny_multimodal
+from tests.models import families, loading, tiny, tiny_multimodal
 from tests.models.tiny_narrow import DIALECTS, Layer, build, packed, whole_bytes
 from tests.planned import plan_of
 
@@ -52,18 +51,11 @@ TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
 
 def load(path: Path, only: ForwardInfo = MODULES) -> LoadedModel:
     """On this CPU, as a GPU would load it; products decode their weights then."""
-    geometry = tiny.geometry("llama")
-    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    config = json.loads((path / "config.json").read_text())
-    facts = ForwardFacts(config, geometry, ComputeDtype.BFLOAT16, GPU)
-    assert facts.stored is not None
-    return load_model(path, plan, geometry, choose(only, facts), device=torch.device("cpu"))
+    return loading.load_as_on_gpu(path, tiny.geometry("llama"), only)
 
 
 def logits(model: LoadedModel) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    return model.forward(ids, call, torch.arange(len(TEXT)))
+    return loading.logits(model, TEXT)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models import tiny
+from tests.models import families, tiny
 from tests.models.tiny_narrow import DIALECTS, E2M1, Tensors
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -29,6 +29,10 @@ MXFP4_LEFT = [
     "model.embed_tokens",
     "lm_head",
 ]
+_OF_FAMILIES = re.compile(
+    r"layers\..*(_proj|_proj_with_mqa|experts\.\d+\.w\d|in_proj_\w+)\.weight$"
+)
+_LEFT = ["lm_head", r"re:.*gate$", r"re:.*\.wg$", r"re:.*conv1d.*", r"re:.*router.*"]
 
 
 def build(directory: Path, dialect: str, family: str = "qwen3_moe") -> tuple[Path, Tensors]:
@@ -70,6 +74,29 @@ def build_mxfp4(directory: Path) -> tuple[Path, Tensors]:
         numbers[name] = (torch.cat((E2M1, -E2M1))[codes] * spread).transpose(1, 2).contiguous()
     declared = {"quant_method": "mxfp4", "modules_to_not_convert": MXFP4_LEFT}
     return _save(path, stored, declared), numbers
+
+
+def build_family(directory: Path, family: str) -> tuple[Path, Path]:
+    """A tiny model whose linear layers and experts are 8-bit floats, and the model of their numbers."""
+    narrow, exact = directory / "narrow", directory / "exact"
+    config = families.build(family, narrow)
+    declared, make = DIALECTS["ct fp8 channel"]
+    generator = torch.Generator().manual_seed(0)
+    stored: Tensors = {}
+    numbers: Tensors = {}
+    for name, value in load_file(narrow / "model.safetensors").items():
+        numbers[name] = value
+        if value.ndim != 2 or not _OF_FAMILIES.search(name):
+            stored[name] = value
+            continue
+        tensors, numbers[name] = make(value, generator)
+        stored |= {name.removesuffix("weight") + short: one for short, one in tensors.items()}
+    said = {**config, "quantization_config": {**declared, "ignore": _LEFT}}
+    exact.mkdir()
+    for path, tensors, fields in ((narrow, stored, said), (exact, numbers, config)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        (path / "config.json").write_text(json.dumps(fields))
+    return narrow, exact
 
 
 def change(path: Path, function: Callable[[dict[str, Tensor]], None]) -> Path:

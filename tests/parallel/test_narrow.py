@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from kvant.attention.need import DeviceFacts, DeviceKind
-from kvant.attention.reference.backend import backend
-from kvant.kv.dtype import ComputeDtype, KVDtype
+from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.forward_info import ForwardFacts, ForwardInfo
+from kvant.models.forward_info import ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
-from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
 from kvant.models.quantization import Quantization
-from kvant.models.select import choose
 from kvant.plan.plan import PlanRequest
 from kvant.weights.codecs import NarrowStack, decode
 from kvant.weights.linear import NarrowLinear
-from tests.attention import driver
-from tests.models import test_narrow_families as narrow_families
-from tests.models import tiny, tiny_narrow_experts
+from tests.models import loading, tiny, tiny_narrow_experts
 from tests.models.tiny_narrow import DIALECTS, build
 from tests.parallel.together import ThreadGroup, by_all
 from tests.planned import plan_of
@@ -48,22 +42,11 @@ def load(
 ) -> LoadedModel:
     """On this CPU, as a GPU would load it."""
     geometry = family if isinstance(family, ModelGeometry) else tiny.geometry(family, **sizes)
-    plan = driver.plan(geometry.layers, KVDtype.FLOAT32, compute=ComputeDtype.FLOAT32)
-    config = json.loads((path / "config.json").read_text())
-    size = 1 if group is None else group.shard.size
-    facts = ForwardFacts(
-        config, geometry, ComputeDtype.BFLOAT16, GPU, num_ranks=size, quantization=quantization
-    )
-    assert facts.has_narrow
-    return load_model(
-        path, plan, geometry, choose(only, facts), device=torch.device("cpu"), group=group
-    )
+    return loading.load_as_on_gpu(path, geometry, only, group=group, quantization=quantization)
 
 
 def logits(model: LoadedModel) -> Tensor:
-    steps = driver.Driver(driver.pool(model.plan, 40), backend())
-    ids, call, _ = steps.call([(driver.Text(TEXT), len(TEXT))])
-    return model.forward(ids, call, torch.arange(len(TEXT)))
+    return loading.logits(model, TEXT)
 
 
 @pytest.mark.parametrize("dialect", [one for one in DIALECTS if "reordered" not in one])
@@ -169,7 +152,7 @@ def test_ranks_compute_what_one_device_does_with_narrow_experts(
 def test_ranks_share_narrow_weights_of_families_that_kvant_probes(
     family: str, only: ForwardInfo, asked: Quantization | None, tmp_path: Path
 ) -> None:
-    path, exact = narrow_families.build(family, tmp_path)
+    path, exact = tiny_narrow_experts.build_family(tmp_path, family)
     path = path if asked is None else exact
     request = PlanRequest(
         str(path), GPU, dtype=ComputeDtype.BFLOAT16, tensor_parallel_size=2, quantization=asked

@@ -190,7 +190,8 @@ class TritonKernels:
         """Implements `Kernels.gate_heads`: x [T, heads * head_dim]; gate [T, heads, head_dim]."""
         tokens, heads, width = gate.shape
         if tokens:
-            # Programs of one head are the fastest for few tokens. For many, they fill no multiprocessor.
+            # Programs of one head are the fastest for few tokens. For many, such small programs keep a
+            # multiprocessor half empty.
             rows, warps = (1, 1) if tokens * heads <= 1024 else (8, 4)
             _gate_heads[(triton.cdiv(tokens * heads, rows),)](
                 x, gate, gate.stride(0), gate.stride(1), tokens * heads, HEADS=heads, WIDTH=width,

@@ -152,7 +152,7 @@ class TritonBackend:
             HEAD=head, PAD=triton.next_power_of_2(head),
             NORM=_norm_of(rotation), ROTARY=2 * rotation.cos.shape[-1],
             NEIGHBOURS=rotation.neighbours, BY_POSITION=rotation.by_position,
-            ROWS=rows, PTX=is_nvidia(qkv.device),
+            HALVES=_turns_halves(rotation, head), ROWS=rows, PTX=is_nvidia(qkv.device),
             K=format_of(spec.k.dtype), OUTER_K=outer(cache.k_scale),
             V=format_of(spec.v.dtype), OUTER_V=outer(cache.v_scale),
             num_warps=warps, **ahead(qkv.device),
@@ -296,6 +296,12 @@ def _rotated_at_once(rows: int, device: torch.device) -> tuple[int, int]:
     time; more if programs of one warp would fill the device's places for programs but not its warps.
     """
     return (4, 1) if rows <= 64 * multiprocessors(device) else (16, 4)
+
+
+def _turns_halves(rotation: HeadRotation, head: int) -> bool:
+    """Whether a rotation turns pairs (c, c + head / 2) of the whole head, whose size is a power of two."""
+    whole = 2 * rotation.cos.shape[-1] == head == triton.next_power_of_2(head)
+    return whole and not rotation.neighbours
 
 
 def _norm_of(rotation: HeadRotation) -> int:

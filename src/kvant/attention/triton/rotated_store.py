@@ -77,6 +77,39 @@ def _rotated(
     return x.to(dtype)
 
 
+@triton.jit
+def _rotated_halves(
+    x_ptr, at, token, there, cos, sin, positions, weight, eps,
+    HEAD: tl.constexpr, NORM: tl.constexpr, BY_POSITION: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Implements `_rotated` for pairs (c, c + HEAD / 2); returns both halves of the rows."""
+    HALF: tl.constexpr = HEAD // 2
+    c = tl.arange(0, HALF)
+    if NORM != NO_NORM:
+        w = tl.load(weight + c)
+        further_w = tl.load(weight + HALF + c)
+    if WAIT and not BY_POSITION:  # as in `_rotated`
+        gdc_wait()
+    place = token.to(tl.int64)
+    if BY_POSITION:
+        place = tl.load(positions + token, mask=there, other=0)
+    mask = there[:, None] & (c < HALF)[None, :]
+    angles = place[:, None] * HALF + c[None, :]
+    a = tl.load(cos + angles, mask=mask, other=1.0).to(tl.float32)
+    b = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
+    if WAIT and BY_POSITION:
+        gdc_wait()
+    x = tl.load(x_ptr + at[:, None] + c[None, :], mask=mask, other=0.0)
+    y = tl.load(x_ptr + at[:, None] + HALF + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x.dtype
+    x = x.to(tl.float32)
+    if NORM != NO_NORM:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / HEAD + eps)[:, None]
+        x = _weighted(x, scale, w, NORM, dtype)
+        y = _weighted(y, scale, further_w, NORM, dtype)
+    return (x * a - y * b).to(dtype), (y * a + x * b).to(dtype)
+
+
 @triton.jit(do_not_specialize=("num_tokens", "page_units"))
 def rotate_and_store(
     qkv, stride_token, num_tokens, cos, sin, positions, q_weight, k_weight, eps, q_out,
@@ -85,7 +118,7 @@ def rotate_and_store(
     Q_HEADS: tl.constexpr, Q_STEP: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, HEAD: tl.constexpr,
     PAD: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr, BY_POSITION: tl.constexpr,
-    ROWS: tl.constexpr, PTX: tl.constexpr,
+    HALVES: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
     K: tl.constexpr, OUTER_K: tl.constexpr, V: tl.constexpr, OUTER_V: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
@@ -104,11 +137,18 @@ def rotate_and_store(
         token = r // Q_HEADS
         there = token < num_tokens
         at = token.to(tl.int64) * stride_token + r % Q_HEADS * (Q_STEP * HEAD)
-        x = _rotated(qkv, at, token, there, cos, sin, positions, q_weight, eps,
-                     HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION, AHEAD)  # fmt: skip
-        c = tl.arange(0, PAD)
-        tl.store(q_out + r.to(tl.int64)[:, None] * HEAD + c[None, :], x,
-                 mask=there[:, None] & (c < HEAD)[None, :])  # fmt: skip
+        if HALVES:
+            first, second = _rotated_halves(qkv, at, token, there, cos, sin, positions, q_weight, eps,
+                                            HEAD, NORM, BY_POSITION, AHEAD)  # fmt: skip
+            to = q_out + r.to(tl.int64)[:, None] * HEAD + tl.arange(0, HEAD // 2)[None, :]
+            tl.store(to, first, mask=there[:, None])
+            tl.store(to + HEAD // 2, second, mask=there[:, None])
+        else:
+            x = _rotated(qkv, at, token, there, cos, sin, positions, q_weight, eps,
+                         HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION, AHEAD)  # fmt: skip
+            c = tl.arange(0, PAD)
+            tl.store(q_out + r.to(tl.int64)[:, None] * HEAD + c[None, :], x,
+                     mask=there[:, None] & (c < HEAD)[None, :])  # fmt: skip
     else:
         is_k = block < q_blocks + kv_blocks
         r = (block - q_blocks - tl.where(is_k, 0, kv_blocks)) * ROWS + tl.arange(0, ROWS)
@@ -120,8 +160,13 @@ def rotate_and_store(
         small = (slot % PAGE).to(tl.int32) * HEADS + head
         at = token.to(tl.int64) * stride_token + (Q_HEADS * Q_STEP + head) * HEAD
         if is_k:
-            x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
-                         HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION, AHEAD)  # fmt: skip
+            if HALVES:
+                first, second = _rotated_halves(qkv, at, token, there, cos, sin, positions, k_weight,
+                                                eps, HEAD, NORM, BY_POSITION, AHEAD)  # fmt: skip
+                x = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, HEAD))
+            else:
+                x = _rotated(qkv, at, token, there, cos, sin, positions, k_weight, eps,
+                             HEAD, PAD, NORM, ROTARY, NEIGHBOURS, BY_POSITION, AHEAD)  # fmt: skip
             encode_rows(x, page, small, head, there, k_codes, k_scales, page_units, k_outer, counts,
                         MOST_K, K, OUTER_K, HEAD, PAD, ROWS, PTX)  # fmt: skip
         else:

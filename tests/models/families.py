@@ -577,7 +577,7 @@ def _num_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
 
 def _num_chosen(directory: Path, texts: Sequence[Sequence[int]], dtype: ComputeDtype) -> int:
     """How many tokens of these texts transformers' forward without a cache would choose as well, or ties."""
-    model, count = _eager(directory, dtype), 0
+    model, count = eager(directory, dtype), 0
     with quiet_transformers(), torch.no_grad():
         for prompt, text in zip(PROMPTS, texts, strict=True):
             ids = torch.tensor([[*prompt, *text]])
@@ -588,7 +588,7 @@ def _num_chosen(directory: Path, texts: Sequence[Sequence[int]], dtype: ComputeD
     return count
 
 
-def _eager(directory: Path, dtype: ComputeDtype = ComputeDtype.FLOAT32) -> Any:
+def eager(directory: Path, dtype: ComputeDtype = ComputeDtype.FLOAT32) -> Any:
     """transformers' own model with eager attention."""
     said = json.loads((directory / "config.json").read_text())
     with quiet_transformers():
@@ -617,7 +617,7 @@ def _transformers(
     directory: Path, dtype: ComputeDtype = ComputeDtype.FLOAT32
 ) -> tuple[list[list[int]], Tensor]:
     """Greedy texts of `PROMPTS`, one at a time, and logits of the longest prompt; eager attention."""
-    model = _eager(directory, dtype)
+    model = eager(directory, dtype)
     with quiet_transformers(), torch.no_grad():
         model.generation_config.eos_token_id = None  # texts go on to their full length
         model.generation_config.pad_token_id = 0

@@ -85,7 +85,7 @@ def logits(model: LoadedModel, chunk: int, prompt: list[int] = PROMPT) -> Tensor
 def test_logits_are_those_of_transformers_over_the_stored_latents(
     path: Path, dtype: KVDtype
 ) -> None:
-    theirs = families._eager(path).double()
+    theirs = families.eager(path).double()
     theirs.set_experts_implementation("eager")
     with torch.no_grad():
         expected = theirs(

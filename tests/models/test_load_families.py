@@ -120,6 +120,6 @@ def test_families_that_rotate_in_float32_compute_in_16_bits(
     geometry = read_shape(families.build(name, tmp_path)).geometry
     plan = driver.plan(geometry.layers, KVDtype[dtype.name], compute=dtype)
     found = families._logits(loading.load(tmp_path, plan, geometry))
-    model = families._eager(tmp_path, dtype)
+    model = families.eager(tmp_path, dtype)
     expected = model(torch.tensor([families.PROMPTS[-1]])).logits[0].detach()
     assert (found.float() - expected.float()).norm() < 0.05 * expected.float().norm()

@@ -17,12 +17,11 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype, KVDtype
 from kvant.models.forward_info import ForwardInfo
 from kvant.models.fused.info import INFO as FUSED
-from kvant.models.fused.narrow_experts import NarrowExperts, is_experts
+from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.modules.info import INFO as MODULES
-from kvant.models.narrow import chosen_layers
-from kvant.models.quantization import Quantization, format_of
+from kvant.models.quantization import Quantization
 from kvant.models.stored import NotStored, Stored, read_stored
 from kvant.models.weights import quantized_weight_bytes
 from kvant.plan.plan import PlanRequest
@@ -32,7 +31,7 @@ from tests.attention import driver
 from tests.models import families, loading, tiny
 from tests.models.loading import CPU_FACTS
 from tests.models.tiny_narrow import DIALECTS
-from tests.models.tiny_narrow_experts import SIZES, build, build_mxfp4, change, wide
+from tests.models.tiny_narrow_experts import SIZES, build, build_mxfp4, change, round_weights, wide
 from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
@@ -51,19 +50,8 @@ def logits(model: LoadedModel) -> Tensor:
 def rounded(path: Path, quantization: Quantization) -> Tensor:
     """Logits of transformers' model with weights that were rounded and decoded."""
     model = AutoModelForCausalLM.from_pretrained(path)
+    round_weights(model, quantization)
     with torch.no_grad():
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-        for name, fmt in chosen_layers(model, quantization).items():
-            weight = model.get_submodule(name).weight
-            weight.copy_(decode(encode(weight, fmt)))
-        for part in model.modules():
-            for name in ("gate_up_proj", "down_proj") if is_experts(part) else ():
-                weights = getattr(part, name)
-                turned = hasattr(part, "alpha")
-                for weight in weights:
-                    matrix = weight.t() if turned else weight
-                    coded = encode(matrix, format_of(quantization, matrix.shape[1]))
-                    matrix.copy_(decode(coded))
         found: Tensor = model(torch.tensor([TEXT])).logits[0]
     return found
 

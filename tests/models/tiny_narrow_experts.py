@@ -15,6 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kvant.models.fused.narrow_experts import is_experts
+from kvant.models.narrow import chosen_layers
+from kvant.models.quantization import Quantization, format_of
+from kvant.weights.codecs import decode, encode
 from tests.models import families, tiny
 from tests.models.tiny_narrow import DIALECTS, E2M1, Tensors
 
@@ -97,6 +101,23 @@ def build_family(directory: Path, family: str) -> tuple[Path, Path]:
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         (path / "config.json").write_text(json.dumps(fields))
     return narrow, exact
+
+
+@torch.no_grad()
+def round_weights(model: Any, quantization: Quantization) -> None:
+    """Gives transformers' model the numbers of its weights when they are rounded."""
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    matrices = [
+        (model.get_submodule(name).weight, fmt)
+        for name, fmt in chosen_layers(model, quantization).items()
+    ]
+    for part in model.modules():
+        for name in ("gate_up_proj", "down_proj") if is_experts(part) else ():
+            for weight in getattr(part, name):
+                matrix = weight.t() if hasattr(part, "alpha") else weight
+                matrices.append((matrix, format_of(quantization, matrix.shape[1])))
+    for matrix, fmt in matrices:
+        matrix.copy_(decode(encode(matrix.float(), fmt)))
 
 
 def change(path: Path, function: Callable[[dict[str, Tensor]], None]) -> Path:

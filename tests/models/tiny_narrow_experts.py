@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ MXFP4_LEFT = [
 _OF_FAMILIES = re.compile(
     r"layers\..*(_proj|_proj_with_mqa|experts\.\d+\.w\d|in_proj_\w+)\.weight$"
 )
+_EXPERTS = re.compile(r"experts\.\d+\.\w+\.weight$")
+_ROUTERS = re.compile(r"(gate|wg)\.weight$")
 _LEFT = ["lm_head", r"re:.*gate$", r"re:.*\.wg$", r"re:.*conv1d.*", r"re:.*router.*"]
 
 
@@ -80,22 +83,42 @@ def build_mxfp4(directory: Path) -> tuple[Path, Tensors]:
     return _save(path, stored, declared), numbers
 
 
-def build_family(directory: Path, family: str) -> tuple[Path, Path]:
-    """A tiny model whose linear layers and experts are 8-bit floats, and the model of their numbers."""
+def build_family(
+    directory: Path,
+    family: str,
+    dialect: str = "ct fp8 channel",
+    *,
+    only_experts: bool = False,
+    steers: bool = False,
+    **changed: Any,
+) -> tuple[Path, Path]:
+    """A tiny model whose linear layers and experts are narrow, and the model of their numbers.
+
+    only_experts: other layers have 16 bits. steers: see `steer`. changed: fields of the config. Blocks do
+    not end inside a weight: layers of other sizes have 16 bits too.
+    """
     narrow, exact = directory / "narrow", directory / "exact"
-    config = families.build(family, narrow)
-    declared, make = DIALECTS["ct fp8 channel"]
+    config = families.build(family, narrow, **changed)
+    declared, make = DIALECTS[dialect]
+    chosen = _EXPERTS if only_experts else _OF_FAMILIES
+    block = 128 if "block" in dialect else 1
     generator = torch.Generator().manual_seed(0)
     stored: Tensors = {}
     numbers: Tensors = {}
+    left: list[str] = []
     for name, value in load_file(narrow / "model.safetensors").items():
-        numbers[name] = value
-        if value.ndim != 2 or not _OF_FAMILIES.search(name):
-            stored[name] = value
+        if steers:
+            steer(name, value)
+        sizes = [size % block for size in value.shape]
+        if value.ndim != 2 or not chosen.search(name) or any(sizes):
+            # Released files have 16 bits, which an engine that computes in 16 bits keeps.
+            stored[name] = numbers[name] = value.bfloat16().float()
+            left += [name.removesuffix(".weight")] if value.ndim == 2 else []
             continue
         tensors, numbers[name] = make(value, generator)
         stored |= {name.removesuffix("weight") + short: one for short, one in tensors.items()}
-    said = {**config, "quantization_config": {**declared, "ignore": _LEFT}}
+    field = "modules_to_not_convert" if declared["quant_method"] == "fp8" else "ignore"
+    said = {**config, "quantization_config": {**declared, field: [*_LEFT, *left]}}
     exact.mkdir()
     for path, tensors, fields in ((narrow, stored, said), (exact, numbers, config)):
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -118,6 +141,20 @@ def round_weights(model: Any, quantization: Quantization) -> None:
                 matrices.append((matrix, format_of(quantization, matrix.shape[1])))
     for matrix, fmt in matrices:
         matrix.copy_(decode(encode(matrix.float(), fmt)))
+
+
+def steer(name: str, value: Tensor) -> None:
+    """Lets a token's id choose its two of four experts: rounding then moves no choice.
+
+    Four numbers of the residual stream say how much a token wants each expert. They come from the embedding,
+    which is as large as what layers add, and routers read them beside their random weights.
+    """
+    if name.endswith("embed_tokens.weight"):
+        value /= value.std()
+        wishes = list(permutations((8.0, 6.0, -6.0, -8.0)))
+        value[:, :4] = torch.tensor([wishes[token % len(wishes)] for token in range(len(value))])
+    elif _ROUTERS.search(name) and len(value) == 4:
+        value[:, :4] += torch.eye(4)
 
 
 def change(path: Path, function: Callable[[dict[str, Tensor]], None]) -> Path:

@@ -17,6 +17,7 @@ from kvant.kv.dtype import ComputeDtype
 from kvant.models.expert_names import ExpertNames
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
+from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.stored import _EXPERTS_APART
@@ -30,13 +31,12 @@ from tests.models.tiny_narrow_experts import build_family
 from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
-QUICK = ("minimax_m2", "qwen3_next")
+QUICK = ("deepseek_v3", "minimax_m2", "qwen3_next")
 EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in sorted(_EXPERTS_APART)
 ]
 TEXT = [(7 * i + i * i) % 90 + 3 for i in range(40)]
-_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def logits(model: LoadedModel) -> Tensor:
@@ -71,14 +71,32 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
             ]
             assert torch.equal(decode(part.gate_up.one(index)), torch.cat(of[:2]))
             assert torch.equal(decode(part.down.one(index)), of[2])
-    if family in _LATENT:
-        return  # no forward computes latents with decoded experts
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     found, expected = (
         LLM(one, kv_cache_memory="1MiB").generate([TEXT], SamplingParams(**greedy))[0].token_ids
         for one in (path, exact)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("dialect", ["ct fp8 channel", "fp8 block"])
+def test_a_cpu_plans_decoded_experts_beside_latents_as_it_runs_them(
+    dialect: str, tmp_path: Path
+) -> None:
+    path, exact = build_family(
+        tmp_path, "deepseek_v3", dialect, hidden_size=128, moe_intermediate_size=128
+    )
+    planned, wide = (plan_of(PlanRequest(str(one), CPU_FACTS)) for one in (path, exact))
+    assert planned.forward.name == wide.forward.name == "fused"
+    assert planned.forward.stored is None
+    assert (planned.target.narrow or "").startswith("decoded while they are loaded: ")
+    assert planned.target.weights.bytes == wide.target.weights.bytes
+    model = load_model(
+        path, planned.target.kv, planned.target.geometry, planned.forward, device=loading.CPU
+    )
+    of_numbers = loading.load(exact, wide.target.kv, wide.target.geometry)
+    assert model.num_weight_bytes == of_numbers.num_weight_bytes
+    assert torch.equal(logits(model), logits(of_numbers))
 
 
 @pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe"])

@@ -9,7 +9,6 @@ from kvant.models.fused.recipe import Recipe, activation_of
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.fields import Fields, text_section
 from kvant.models.geometry.parameters import QKNorm
-from kvant.models.stored import declares_weights
 from kvant.models.weights import ELEMENT_BYTES
 
 MOST_ANGLES = 1 << 18
@@ -58,11 +57,9 @@ def refuse_layers(facts: ForwardFacts) -> str | None:
         return "keys and values differ in size"
     if facts.kept_codes is not None:
         return f"the weights stay quantised by {facts.kept_codes}"
-    if has_experts(facts):
-        if activation is not None and activation_of(activation) is not activation_of("silu"):
-            return f"experts compute silu, not {activation}"
-        if declares_weights(facts.config) and facts.stored is None:
-            return "it reads experts from checkpoints that do not quantise them"
+    is_silu = activation is None or activation_of(activation) is activation_of("silu")
+    if has_experts(facts) and not is_silu:
+        return f"experts compute silu, not {activation}"
     return None
 
 

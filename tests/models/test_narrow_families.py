@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
+from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
 from kvant.models.expert_names import ExpertNames
 from kvant.models.fused.info import INFO as FUSED
@@ -21,17 +24,18 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.stored import _EXPERTS_APART
+from kvant.models.weights import probed_weights
 from kvant.plan.plan import PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.weights.codecs import decode, encode
 from kvant.weights.linear import NarrowLinear
 from tests.models import families, loading
 from tests.models.loading import CPU_FACTS
-from tests.models.tiny_narrow_experts import build_family
+from tests.models.tiny_narrow_experts import build_family, change
 from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
-QUICK = ("deepseek_v3", "minimax_m2", "qwen3_next")
+QUICK = ("deepseek_v3", "hy_v3", "minimax_m2", "qwen3_next")
 EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
     for name in sorted(_EXPERTS_APART)
@@ -45,6 +49,12 @@ def logits(model: LoadedModel) -> Tensor:
 
 def experts_of(module: torch.nn.Module) -> dict[str, NarrowExperts]:
     return {name: part for name, part in module.named_modules() if isinstance(part, NarrowExperts)}
+
+
+def linear_of(module: torch.nn.Module) -> Iterator[tuple[str, NarrowLinear]]:
+    for name, part in module.named_modules():
+        if isinstance(part, NarrowLinear):
+            yield name, part
 
 
 @pytest.mark.parametrize("family", EACH)
@@ -71,6 +81,12 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
             ]
             assert torch.equal(decode(part.gate_up.one(index)), torch.cat(of[:2]))
             assert torch.equal(decode(part.down.one(index)), of[2])
+    linear = dict(linear_of(model._module))
+    for name, layer in linear.items():
+        assert torch.equal(decode(layer.narrow), numbers[f"{names.in_files(name)}.weight"]), name
+    stored = load_file(path / "model.safetensors").items()
+    apart = [one for one, value in stored if value.itemsize == 1 and ".experts." not in one]
+    assert len(apart) == len(linear)
     greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     found, expected = (
         LLM(one, kv_cache_memory="1MiB").generate([TEXT], SamplingParams(**greedy))[0].token_ids
@@ -99,7 +115,7 @@ def test_a_cpu_plans_decoded_experts_beside_latents_as_it_runs_them(
     assert torch.equal(logits(model), logits(of_numbers))
 
 
-@pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe"])
+@pytest.mark.parametrize("family", ["minimax_m2", "ernie4_5_moe", "hy_v3"])
 def test_a_plan_counts_their_bytes_without_files(family: str, tmp_path: Path) -> None:
     path, _ = build_family(tmp_path, family)
     file = path / "model.safetensors"
@@ -108,10 +124,10 @@ def test_a_plan_counts_their_bytes_without_files(family: str, tmp_path: Path) ->
     found = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16)).target.weights
     of_codes = {torch.float8_e4m3fn: 1}  # other numbers, scales too, have 16 bits in released files
     counted = sum(of_codes.get(one.dtype, 2) * one.numel() for one in stored.values())
-    assert found.bytes == pytest.approx(counted, rel=1e-4)  # without buffers of routers
+    assert found.bytes == pytest.approx(counted, rel=2e-4)  # without buffers of routers
 
 
-@pytest.mark.parametrize("family", [*EACH, pytest.param("hy_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", EACH)
 def test_they_are_rounded_while_they_are_loaded(family: str, tmp_path: Path) -> None:
     families.build(family, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -133,10 +149,56 @@ def test_they_are_rounded_while_they_are_loaded(family: str, tmp_path: Path) -> 
             both = ((part.gate_up, wide.gate_up_proj), (part.down, wide.down_proj))
             for narrow, stack in both:
                 assert torch.equal(decode(narrow.one(index)), rounded(stack[index]))
-    for name, layer in module.named_modules():
-        if isinstance(layer, NarrowLinear):
-            weight: Any = theirs.get_submodule(name).weight
-            assert torch.equal(decode(layer.narrow), rounded(weight, is_head="head" in name)), name
+    for name, layer in linear_of(module):
+        weight: Any = theirs.get_submodule(name).weight
+        assert torch.equal(decode(layer.narrow), rounded(weight, is_head="head" in name)), name
+
+
+def test_layers_beside_experts_are_declared_by_their_names_in_files(tmp_path: Path) -> None:
+    path, exact = build_family(tmp_path, "hy_v3")
+    numbers = load_file(exact / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["ignore"].append("re:.*shared_mlp.*")
+    (path / "config.json").write_text(json.dumps(config))
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for name in [one for one in tensors if "shared_mlp" in one]:
+            del tensors[name]
+        tensors |= {name: one for name, one in numbers.items() if "shared_mlp" in name}
+
+    planned = plan_of(PlanRequest(str(change(path, widen)), GPU, dtype=ComputeDtype.BFLOAT16))
+    assert planned.audit is not None
+    planned.audit.check()
+    geometry = planned.target.geometry
+    listed = probed_weights(planned.target.parameters, geometry, _EXPERTS_APART["hy_v3"])
+    beside = {f"{one.name}.weight" for one in listed if "shared" in one.name}
+    assert beside == {name for name in numbers if "shared_mlp" in name}
+    model = loading.load_as_on_gpu(path, geometry, FUSED)
+    wide = loading.load_as_on_gpu(exact, geometry, FUSED, is_narrow=False)
+    assert torch.equal(logits(model), logits(wide))
+    linear = dict(linear_of(model._module))
+    assert linear
+    assert not any("shared" in name for name in linear)
+
+
+@pytest.mark.parametrize(("short", "what"), [("weight_scale", "missing"), ("weight", "shape")])
+def test_layers_beside_experts_are_refused_by_their_names_in_files(
+    short: str, what: str, tmp_path: Path
+) -> None:
+    path, _ = build_family(tmp_path, "hy_v3")
+    name = f"model.layers.2.mlp.shared_mlp.up_proj.{short}"
+
+    def damage(tensors: dict[str, Tensor]) -> None:
+        first = tensors.pop(name)[1:]
+        if what == "shape":
+            tensors[name] = first
+
+    planned = plan_of(PlanRequest(str(change(path, damage)), GPU, dtype=ComputeDtype.BFLOAT16))
+    assert planned.audit is not None
+    with pytest.raises(BadCheckpoint, match=f"{name} .*{what}"):
+        planned.audit.check()
+    with pytest.raises(BadCheckpoint, match=f"{name} .*{what}"):
+        loading.load_as_on_gpu(path, planned.target.geometry, FUSED)
 
 
 def test_names_in_files_follow_from_the_module() -> None:
@@ -146,3 +208,8 @@ def test_names_in_files_follow_from_the_module() -> None:
     found = mixtral.matrix(at, 2, mixtral.down)
     assert found == "model.layers.3.block_sparse_moe.experts.2.w2"
     assert mixtral.of_product("gate_up_proj") == ("w1", "w3")
+    hunyuan, module = _EXPERTS_APART["hy_v3"], "model.layers.3.mlp.shared_experts.up_proj"
+    stored = hunyuan.in_files(module)
+    assert stored == hunyuan.in_files(stored) == "model.layers.3.mlp.shared_mlp.up_proj"
+    assert hunyuan.of_module(stored) == hunyuan.of_module(module) == module
+    assert mixtral.in_files(module) == mixtral.of_module(module) == module

@@ -147,7 +147,12 @@ def test_ranks_compute_what_one_device_does_with_narrow_experts(
 @pytest.mark.parametrize("asked", [None, Quantization.INT8], ids=["stored", "rounded"])
 @pytest.mark.parametrize(
     ("family", "only"),
-    [("minimax_m2", MODULES), ("ernie4_5_moe", FUSED), ("hunyuan_v1_moe", FUSED)],
+    [
+        ("minimax_m2", MODULES),
+        ("ernie4_5_moe", FUSED),
+        ("hunyuan_v1_moe", FUSED),
+        ("hy_v3", FUSED),
+    ],
 )
 def test_ranks_share_narrow_weights_of_families_that_kvant_probes(
     family: str, only: ForwardInfo, asked: Quantization | None, tmp_path: Path

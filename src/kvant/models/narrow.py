@@ -382,12 +382,13 @@ def await_stored(
                 why=refusal,
                 ways_out=(COMPARE_CONFIG,),
             )
+        layer = names.in_files(name)
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         of, whole = cut.get(f"{name}.weight", (None, (rows, columns)))
         for short, wanted in parts_of(scheme, whole[0], whole[1]).items():
-            entry = entries.get(f"{name}.{short}")
+            entry = entries.get(f"{layer}.{short}")
             shape = None if entry is None else tuple(entry.shape)
-            check_part(f"{name}.{short}", wanted, None if entry is None else entry.dtype, shape)
+            check_part(f"{layer}.{short}", wanted, None if entry is None else entry.dtype, shape)
             if entry is None:
                 continue
             assert shape is not None

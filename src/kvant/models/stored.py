@@ -86,7 +86,7 @@ class Stored:
     matches names of layers without narrow weights. activations: the checkpoint's words about activations,
     "" for none. rounding: how products follow it; None if they cannot. words: other names of the formats.
     exceptions: the field of the quantization_config that lists layers without narrow weights. experts: names
-    of experts' matrices.
+    of experts' matrices, and of layers beside them.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
@@ -131,7 +131,11 @@ class Stored:
         return any(scheme.reordered for _, scheme in self.groups)
 
     def scheme(self, name: str) -> Scheme | None:
-        """Returns a linear layer's scheme by its path, such as model.layers.0.mlp.up_proj; else None."""
+        """Returns a linear layer's scheme by its path, such as model.layers.0.mlp.up_proj; else None.
+
+        Declarations name layers as files do.
+        """
+        name = self.experts.in_files(name)
         if self.left_alone(name):
             return None
         return next((s for chosen, s in self.groups if chosen is None or chosen(name)), None)
@@ -434,11 +438,12 @@ _EXPERTS_APART: Mapping[str, ExpertNames] = {
         ),
         AS_MODULES,
     ),
+    "hy_v3": ExpertNames(shared="shared_mlp"),
     **dict.fromkeys(("minimax_m2", "mixtral"), _MIXTRAL),
 }
 """Families whose checkpoints store each expert by itself, and how."""
 
-_ROUNDED = _EXPERTS_APART.keys() | {"gpt_oss", "hy_v3"}
+_ROUNDED = _EXPERTS_APART.keys() | {"gpt_oss"}
 
 
 _TRANSPOSED = frozenset({"gpt2", "gpt-sw3"})

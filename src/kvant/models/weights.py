@@ -211,14 +211,15 @@ def place_of_layers(geometry: ModelGeometry) -> str:
 def probed_weights(
     parameters: Iterable[tuple[str, tuple[int, ...]]], geometry: ModelGeometry, names: ExpertNames
 ) -> Iterator[Weight]:
-    """Yields a probed model's weights; matrices of experts have their names in files, as in `list_weights`.
+    """Yields a probed model's weights by their names in files, as in `list_weights`.
 
-    parameters: names and shapes of transformers' modules. names: of experts' matrices.
+    parameters: names and shapes of transformers' modules. names: of experts' matrices, and of layers beside
+    them.
     """
     for weight in _of_parameters(parameters, place_of_layers(geometry), drops=False):
         module, _, product = weight.name.rpartition(".")
         if weight.kind is not WeightKind.EXPERT or product not in _PRODUCTS:
-            yield weight
+            yield replace(weight, name=names.in_files(weight.name))
             continue
         matrices = names.of_product(product)
         for one in matrices:

@@ -14,6 +14,7 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
 from kvant.models.activations import with_activations
+from kvant.models.expert_names import AS_MODULES
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
@@ -261,10 +262,12 @@ def _audit(
     if facts.tensors is None:
         return None
     listed = models_weights(target.config, target.geometry)
+    declared = declared_weights(target.config)
+    names = declared.experts if isinstance(declared, Stored) else AS_MODULES
     return audit_weights(
         facts.tensors,
         Use(
-            declared_weights(target.config),
+            declared,
             forward.stored,
             target.narrow or "decoded while they are loaded",
             forward.quantization,
@@ -275,7 +278,7 @@ def _audit(
             layers=place_of_layers(target.geometry),
             parameters=dict(target.parameters),
             in_files=dict(() if facts.shape is None else facts.shape.stored),
-            linear=() if facts.shape is None else facts.shape.linear,
+            linear=() if facts.shape is None else tuple(map(names.in_files, facts.shape.linear)),
             embeddings=() if facts.shape is None else facts.shape.embeddings,
         ),
     )

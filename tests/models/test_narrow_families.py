@@ -23,7 +23,7 @@ from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
-from kvant.models.stored import _EXPERTS_APART
+from kvant.models.stored import _EXPERTS_APART, _ROUNDED, names_in_files
 from kvant.models.weights import probed_weights
 from kvant.plan.plan import PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
@@ -31,20 +31,34 @@ from kvant.weights.codecs import decode, encode
 from kvant.weights.linear import NarrowLinear
 from tests.models import families, loading
 from tests.models.loading import CPU_FACTS
-from tests.models.tiny_narrow_experts import build_family, change
+from tests.models.tiny_narrow_experts import build_family, build_nested, change
 from tests.planned import plan_of
 
 GPU = DeviceFacts(DeviceKind.CUDA, "sm_90")
 QUICK = ("deepseek_v3", "hy_v3", "minimax_m2", "qwen3_next")
 EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for name in sorted(_EXPERTS_APART)
+    for name in sorted(_ROUNDED - {"gpt_oss"})
 ]
+BLOCKS = {
+    "hidden_size": 128,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
 TEXT = [(7 * i + i * i) % 90 + 3 for i in range(40)]
 
 
 def logits(model: LoadedModel) -> Tensor:
     return loading.logits(model, TEXT)
+
+
+def names_of(family: str) -> ExpertNames:
+    text = {"model_type": f"{family}_text", "num_experts": 4, "moe_intermediate_size": 128}
+    declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return names_in_files(
+        {"model_type": family, "text_config": {**text, "hidden_size": 128},
+         "quantization_config": declared}
+    )  # fmt: skip
 
 
 def experts_of(module: torch.nn.Module) -> dict[str, NarrowExperts]:
@@ -93,6 +107,106 @@ def test_a_gpu_keeps_their_codes_and_a_cpu_answers_with_their_numbers(
         for one in (path, exact)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "dialect", "sizes"),
+    [
+        ("qwen3_5", "ct fp8 channel", {}),
+        ("qwen3_5_moe", "ct fp8 channel", {}),
+        ("qwen3_5_moe", "fp8 block", BLOCKS),
+        ("qwen3_vl", "ct fp8 channel", {}),
+        ("qwen3_vl_moe", "ct fp8 channel", {}),
+        ("qwen3_vl_moe", "fp8 block", BLOCKS),
+    ],
+)
+def test_decoders_beside_a_vision_encoder_keep_their_codes(
+    family: str, dialect: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    path, exact, numbers = build_nested(tmp_path, family, dialect, **sizes)
+    planned = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16))
+    assert planned.forward.stored is not None
+    assert planned.audit is not None
+    planned.audit.check()
+    geometry, names = planned.target.geometry, planned.forward.stored.experts
+    model = loading.load_as_on_gpu(path, geometry, FUSED)
+    wide = loading.load_as_on_gpu(exact, geometry, FUSED, is_narrow=False)
+    assert not model.unused_tensors
+    expected = logits(wide)
+    assert (logits(model) - expected).abs().max() < 3e-5 * expected.abs().max()
+    held = experts_of(model._module)
+    linear = dict(linear_of(model._module))
+    assert len(linear) + 3 * sum(one.num_experts for one in held.values()) == len(numbers)
+    for name, layer in linear.items():
+        assert torch.equal(decode(layer.narrow), numbers[f"{names.in_files(name)}.weight"]), name
+    for name, part in held.items():
+        for index in range(part.num_experts):
+            gate, up, down = (
+                numbers[f"{names.matrix(name, index, one)}.weight"]
+                for one in (names.gate, names.up, names.down)
+            )
+            assert torch.equal(decode(part.gate_up.one(index)), torch.cat((gate, up)))
+            assert torch.equal(decode(part.down.one(index)), down)
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    tokens = {
+        LLM(one, kv_cache_memory="1MiB").generate([TEXT], SamplingParams(**greedy))[0].token_ids
+        for one in (path, exact)
+    }
+    assert len(tokens) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_a_plan_counts_bytes_beside_a_vision_encoder_without_files(
+    family: str, tmp_path: Path
+) -> None:
+    path, _, _ = build_nested(tmp_path, family, "fp8 block", **BLOCKS)
+    stored = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    found = plan_of(PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16)).target.weights
+    counted = sum(
+        one.numel() * (1 if one.itemsize == 1 else 4 if "scale" in name else 2)
+        for name, one in stored.items()
+        if family != "qwen3_5_moe" or "visual" not in name  # its class has no encoder
+    )
+    assert found.bytes == counted
+
+
+def test_a_plan_counts_a_decoder_alike_alone_and_beside_a_vision_encoder(tmp_path: Path) -> None:
+    path, _, _ = build_nested(tmp_path, "qwen3_5_moe")
+    (path / "model.safetensors").unlink()
+    said = (path / "config.json").read_text()
+    alone = json.loads(said.replace("model.language_model.", "model."))
+    (tmp_path / "alone").mkdir()
+    config = {**alone["text_config"], "quantization_config": alone["quantization_config"]}
+    (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
+    for ranks in (1, 2):
+        counted = {
+            plan_of(
+                PlanRequest(str(one), GPU, dtype=ComputeDtype.BFLOAT16, tensor_parallel_size=ranks)
+            ).target.weights.bytes
+            for one in (path, tmp_path / "alone")
+        }
+        assert len(counted) == 1
+
+
+def test_wide_experts_in_one_tensor_stay_wide_beside_narrow_layers(tmp_path: Path) -> None:
+    path, exact, _ = build_nested(tmp_path, "qwen3_vl_moe")
+    stacks = load_file(exact / "model.safetensors")
+
+    def join(tensors: dict[str, Tensor]) -> None:
+        for name in [one for one in tensors if ".experts." in one]:
+            del tensors[name]
+        tensors |= {name: one for name, one in stacks.items() if ".experts." in name}
+
+    planned = plan_of(PlanRequest(str(change(path, join)), GPU, dtype=ComputeDtype.BFLOAT16))
+    assert planned.audit is not None
+    planned.audit.check()
+    model = loading.load_as_on_gpu(path, planned.target.geometry, FUSED)
+    wide = loading.load_as_on_gpu(exact, planned.target.geometry, FUSED, is_narrow=False)
+    expected = logits(wide)
+    assert (logits(model) - expected).abs().max() < 3e-5 * expected.abs().max()
+    assert dict(linear_of(model._module))
+    assert not experts_of(model._module)
 
 
 @pytest.mark.parametrize("dialect", ["ct fp8 channel", "fp8 block"])
@@ -212,4 +326,8 @@ def test_names_in_files_follow_from_the_module() -> None:
     stored = hunyuan.in_files(module)
     assert stored == hunyuan.in_files(stored) == "model.layers.3.mlp.shared_mlp.up_proj"
     assert hunyuan.of_module(stored) == hunyuan.of_module(module) == module
+    qwen, place = names_of("qwen3_5_moe"), "model.language_model.layers.3.mlp.experts"
+    assert qwen.matrix(at, 2, "up_proj") == qwen.matrix(place, 2, "up_proj") == f"{place}.2.up_proj"
+    assert qwen.of_module(place) == qwen.of_module(at) == at
+    assert qwen.in_files("lm_head") == qwen.of_module("lm_head") == "lm_head"
     assert mixtral.in_files(module) == mixtral.of_module(module) == module

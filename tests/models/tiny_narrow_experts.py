@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from kvant.models.fused.narrow_experts import is_experts
 from kvant.models.narrow import chosen_layers
@@ -39,6 +40,14 @@ _OF_FAMILIES = re.compile(
 )
 _EXPERTS = re.compile(r"experts\.\d+\.\w+\.weight$")
 _ROUTERS = re.compile(r"(gate|wg)\.weight$")
+_OF_DECODERS = re.compile(r"language_model\.layers\..*(_proj|in_proj_qkv|in_proj_z)\.weight$")
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
 _LEFT = ["lm_head", r"re:.*gate$", r"re:.*\.wg$", r"re:.*conv1d.*", r"re:.*router.*"]
 
 
@@ -155,6 +164,58 @@ def steer(name: str, value: Tensor) -> None:
         value[:, :4] = torch.tensor([wishes[token % len(wishes)] for token in range(len(value))])
     elif _ROUTERS.search(name) and len(value) == 4:
         value[:, :4] += torch.eye(4)
+
+
+def build_nested(
+    directory: Path, family: str, dialect: str = "ct fp8 channel", **text: int
+) -> tuple[Path, Path, Tensors]:
+    """A tiny model with a vision encoder, as released: a narrow decoder, with experts one by one.
+
+    text: fields of the decoder. Returns also the model of the numbers, and the numbers of narrow matrices.
+    """
+    narrow, exact = directory / "narrow", directory / "exact"
+    config = families.tiny_config(family)
+    for name, value in text.items():
+        setattr(config.text_config, name, value)
+    for name, value in _TOWER.items():
+        setattr(config.vision_config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    declared, make = DIALECTS[dialect]
+    generator = torch.Generator().manual_seed(0)
+    stored: Tensors = {}
+    numbers: Tensors = {}
+    for name, tensor in model.state_dict().items():
+        torch.nn.init.normal_(tensor, 0.5 if tensor.ndim == 1 else 0.0, 0.15)
+        for path, matrix in _apart(name, tensor):
+            if matrix.ndim != 2 or not _OF_DECODERS.search(path):
+                stored[path] = matrix.contiguous()
+                continue
+            codes, numbers[path] = make(matrix, generator)
+            matrix.copy_(numbers[path])
+            stored |= {path.removesuffix("weight") + short: one for short, one in codes.items()}
+    model.save_pretrained(exact)
+    said = json.loads((exact / "config.json").read_text())
+    wide = {path for path in stored.keys() - numbers.keys() if path.endswith(".weight")}
+    field = "modules_to_not_convert" if declared["quant_method"] == "fp8" else "ignore"
+    left = {field: sorted(path.removesuffix(".weight") for path in wide)}
+    narrow.mkdir()
+    save_file(stored, narrow / "model.safetensors", metadata={"format": "pt"})
+    quantised = {**said, "quantization_config": {**declared, **left}}
+    (narrow / "config.json").write_text(json.dumps(quantised))
+    return narrow, exact, numbers
+
+
+def _apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The matrices of a module of experts, one by one, as views; other tensors as they are."""
+    module, _, product = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(product)
+    if parts is None:
+        yield name, tensor
+        return
+    for index, one in enumerate(tensor):
+        for part, matrix in zip(parts, one.chunk(len(parts)), strict=True):
+            yield f"{module}.{index}.{part}.weight", matrix
 
 
 def change(path: Path, function: Callable[[dict[str, Tensor]], None]) -> Path:

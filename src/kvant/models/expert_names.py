@@ -10,7 +10,8 @@ class ExpertNames:
     """How files name the matrices of experts that are stored one by one.
 
     owner: the files' name of the module above `experts`; "" for the name in transformers' model. shared: the
-    files' name of `shared_experts`, "" for that name.
+    files' name of `shared_experts`, "" for that name. layers: the files' place of the decoder's layers, which
+    transformers' model has at `model.layers`; "" for the same place.
     """
 
     gate: str = "gate_proj"
@@ -18,14 +19,23 @@ class ExpertNames:
     down: str = "down_proj"
     owner: str = ""
     shared: str = ""
+    layers: str = ""
 
     def in_files(self, path: str) -> str:
-        """Returns the path in files of a linear layer. path: of transformers' module, or in files."""
-        return path.replace(_SHARED, f".{self.shared}.") if self.shared else path
+        """Returns the path in files of a module's path in transformers' model, or of a path in files."""
+        if self.shared:
+            path = path.replace(_SHARED, f".{self.shared}.")
+        if self.layers and path.startswith(_LAYERS):
+            path = f"{self.layers}.{path.removeprefix(_LAYERS)}"
+        return path
 
     def of_module(self, path: str) -> str:
-        """Returns the path of transformers' module for a layer's path in files."""
-        return path.replace(f".{self.shared}.", _SHARED) if self.shared else path
+        """Returns the path of transformers' module for a path in files."""
+        if self.shared:
+            path = path.replace(f".{self.shared}.", _SHARED)
+        if self.layers and path.startswith(f"{self.layers}."):
+            path = _LAYERS + path.removeprefix(f"{self.layers}.")
+        return path
 
     def of_product(self, product: str) -> tuple[str, ...]:
         """Returns the matrices whose rows follow one another in a stack, `gate_up_proj` or `down_proj`."""
@@ -36,10 +46,10 @@ class ExpertNames:
         if self.owner:
             layer = module.removesuffix(".experts").rpartition(".")[0]
             module = f"{layer}.{self.owner}.experts"
-        return f"{module}.{expert}.{part}"
+        return f"{self.in_files(module)}.{expert}.{part}"
 
 
-_SHARED = ".shared_experts."
+_SHARED, _LAYERS = ".shared_experts.", "model.layers."
 
 AS_MODULES = ExpertNames()
 """Names below transformers' module of experts: N.gate_proj, N.up_proj and N.down_proj."""

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvant.errors import BadCheckpoint, KvantError, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
-from kvant.kv.checkpoint.safetensors_header import read_headers
+from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
 from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, has_stacks, is_experts
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.sharding.cuts import Cut
@@ -31,6 +31,7 @@ from kvant.models.sharding.divide import is_tied
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
+from kvant.models.weights import WIDE_BYTES
 from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
 from kvant.weights.dialects import check_scales, read, read_order
 from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, WHOLE, Dialect, Scheme, WeightFormat
@@ -364,6 +365,8 @@ def await_stored(
             continue  # its weight is the embedding's, whether the declaration names it or not
         are_experts = has_stacks(part) if widened else is_experts(part)
         names = stored.experts
+        if are_experts and _are_joined(names.in_files(name), entries):
+            continue
         if are_experts and stored.scheme(names.matrix(name, 0, names.gate)) is not None:
             made = NarrowExperts(part, None)
             experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
@@ -404,6 +407,12 @@ def await_stored(
             assert isinstance(part, nn.Linear)
             model.set_submodule(name, StoredLinear(scheme, part, found))
     return experts
+
+
+def _are_joined(path: str, entries: Mapping[str, TensorEntry]) -> bool:
+    """Returns whether files hold numbers of all experts in one tensor, which no declaration names."""
+    found = entries.get(f"{path}.{PRODUCTS[0]}")
+    return found is not None and found.dtype in WIDE_BYTES
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:

@@ -187,6 +187,12 @@ def declared_weights(config: Mapping[str, Any]) -> Stored | NotStored | None:
     return _declared(config)
 
 
+def names_in_files(config: Mapping[str, Any]) -> ExpertNames:
+    """Returns how a checkpoint with narrow weights names layers and experts."""
+    found = declared_weights(config)
+    return found.experts if isinstance(found, Stored) else AS_MODULES
+
+
 def declares_weights(config: Mapping[str, Any]) -> bool:
     """Returns whether a quantization_config covers weights. It may describe the KV cache alone."""
     return (
@@ -331,14 +337,22 @@ def _read(config: Mapping[str, Any]) -> Stored | NotStored:
 
 
 def _read_method(config: Mapping[str, Any], fields: Fields, method: str) -> Stored | NotStored:
+    found: Stored | NotStored
+    place: str | None = ""
     if isinstance(config.get("text_config"), Mapping):
-        return NotStored("models with several parts are decoded while they are loaded")
-    if lists_experts(config) or method == "mxfp4":
-        return _with_experts(Fields(config), fields, method)
+        place = _DECODERS.get(str(config.get("model_type")))
     reader = _READERS.get(method)
-    if reader is None:
-        return NotStored(f"Kvant has no products for {shown(method)}")
-    return reader(fields)
+    if place is None:
+        found = NotStored("models with several parts are decoded while they are loaded")
+    elif lists_experts(config) or method == "mxfp4":
+        found = _with_experts(Fields(text_section(config)), fields, method)
+    elif reader is None:
+        found = NotStored(f"Kvant has no products for {shown(method)}")
+    else:
+        found = reader(fields)
+    if isinstance(found, Stored) and place:
+        return replace(found, experts=replace(found.experts, layers=place))
+    return found
 
 
 def _check_words(fields: Fields) -> None:
@@ -434,6 +448,7 @@ _EXPERTS_APART: Mapping[str, ExpertNames] = {
             "qwen3_5_moe_text",
             "qwen3_moe",
             "qwen3_next",
+            "qwen3_vl_moe_text",
             "solar_open",
         ),
         AS_MODULES,
@@ -443,7 +458,14 @@ _EXPERTS_APART: Mapping[str, ExpertNames] = {
 }
 """Families whose checkpoints store each expert by itself, and how."""
 
-_ROUNDED = _EXPERTS_APART.keys() | {"gpt_oss"}
+_DECODERS: Mapping[str, str] = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "model.language_model.layers"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ""),
+}
+"""Families of models with several parts whose narrow weights are read, and `ExpertNames.layers`."""
+
+_ROUNDED = _EXPERTS_APART.keys() - {"qwen3_vl_moe_text"} | {"gpt_oss"}
+"""Families whose experts are rounded. Files of Qwen3-VL have them transposed."""
 
 
 _TRANSPOSED = frozenset({"gpt2", "gpt-sw3"})
@@ -493,7 +515,7 @@ def numbers_of_experts(config: Mapping[str, Any]) -> int:
     Clamped experts, those of gpt-oss, are decoded in tiles alone.
     """
     text = text_section(config)
-    if text.get("model_type") not in _ROUNDED - {"gpt_oss"}:
+    if text.get("model_type") not in _EXPERTS_APART:
         return 0
     sizes = EXPERT_FIELDS, ("moe_intermediate_size", "intermediate_size"), ("hidden_size",)
     count, width, hidden = (next((text[f] for f in one if text.get(f)), 0) for one in sizes)

@@ -16,7 +16,7 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, ModelGeometry
-from kvant.models.expert_names import ExpertNames
+from kvant.models.expert_names import AS_MODULES, ExpertNames
 from kvant.models.geometry.draft import draft_weights
 from kvant.models.geometry.families import (
     decoder_weights,
@@ -109,6 +109,7 @@ def weight_bytes_of(
     num_weights: int | None = None,
     parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
     matrices: ComputeDtype | None = None,
+    names: ExpertNames = AS_MODULES,
 ) -> WeightBytes:
     """Returns the bytes of the weights after loading. Pure.
 
@@ -116,7 +117,7 @@ def weight_bytes_of(
     decoded while they are loaded (`weight_recipe.are_decoded`); otherwise they keep their size.
     num_weights, parameters: elements, and names and shapes, of a model whose weights Kvant does not list.
     matrices: the dtype that matrices keep instead of the compute dtype; the few other numbers are counted in
-    it too.
+    it too. names: that files have.
     """
     compute = compute if matrices is None else matrices
     if num_weights is not None and (decoded or _is_plain_and_absent(stored)):
@@ -134,7 +135,9 @@ def weight_bytes_of(
         if compute is not None and read_recipe(config) is None:
             total = total * ELEMENT_BYTES[compute] // ELEMENT_BYTES[geometry.dtype]
         return WeightBytes(total, WeightSource.HEADERS, "from the index of the safetensors files")
-    return estimate_weight_bytes(stored.config, geometry, compute=compute, parameters=parameters)
+    return estimate_weight_bytes(
+        stored.config, geometry, compute=compute, parameters=parameters, names=names
+    )
 
 
 def _is_plain_and_absent(stored: StoredWeights) -> bool:
@@ -149,21 +152,23 @@ def estimate_weight_bytes(
     compute: ComputeDtype | None = None,
     decoded: bool = False,
     parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
+    names: ExpertNames = AS_MODULES,
 ) -> WeightBytes:
     """Returns the bytes from the config alone: the elements of every weight times the bytes of its dtype.
 
     Counts the weights that transformers' AutoModelForCausalLM loads: no extra prediction layers (MTP),
     and no towers that the class omits. Quantised weights are counted with their scales, or with their
-    decoded size. parameters: names and shapes of a probed model's weights.
+    decoded size. parameters: names and shapes of a probed model's weights. names: that files have, by
+    which recipes choose matrices.
     """
     recipe = None if decoded else read_recipe(config)
     if isinstance(recipe, NoRecipe):
         return WeightBytes(None, None, recipe.reason)
-    probed = tuple(_of_parameters(parameters, place_of_layers(geometry), drops=False))
+    probed = tuple(probed_weights(parameters, geometry, names))
     weights = probed or models_weights(config, geometry)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
-    found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
+    found = _sum(in_files(weights, names), recipe, ELEMENT_BYTES[compute or geometry.dtype])
     reason = "counted from config.json"
     if decoded:
         reason += ": codes are decoded while they are loaded"
@@ -206,6 +211,12 @@ def place_of_layers(geometry: ModelGeometry) -> str:
     names = (one.name for one in geometry.layers if one.attention is not Attention.NONE)
     above, found, _ = next(names, "").rpartition(".layers.")
     return f"{above}.layers" if found else ""
+
+
+def in_files(weights: Iterable[Weight], names: ExpertNames) -> Iterator[Weight]:
+    """Yields weights by their names in files."""
+    for weight in weights:
+        yield replace(weight, name=names.in_files(weight.name))
 
 
 def probed_weights(

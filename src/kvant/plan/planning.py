@@ -14,14 +14,19 @@ from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
 from kvant.kv.spec import Role
 from kvant.models.activations import with_activations
-from kvant.models.expert_names import AS_MODULES
 from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
 from kvant.models.shape import ShapeSource
 from kvant.models.sharding.shard import rank_geometry
-from kvant.models.stored import NotStored, Stored, declared_weights, read_stored
+from kvant.models.stored import (
+    NotStored,
+    Stored,
+    declared_weights,
+    names_in_files,
+    read_stored,
+)
 from kvant.models.weight_audit import NUMBERS, TensorState, Use, WeightAudit, audit_weights
 from kvant.models.weights import (
     WIDE_BYTES,
@@ -262,12 +267,11 @@ def _audit(
     if facts.tensors is None:
         return None
     listed = models_weights(target.config, target.geometry)
-    declared = declared_weights(target.config)
-    names = declared.experts if isinstance(declared, Stored) else AS_MODULES
+    names = names_in_files(target.config)
     return audit_weights(
         facts.tensors,
         Use(
-            declared,
+            declared_weights(target.config),
             forward.stored,
             target.narrow or "decoded while they are loaded",
             forward.quantization,
@@ -336,6 +340,7 @@ def _weights(
         num_weights=None if facts.shape is None else facts.shape.num_weights,
         parameters=() if facts.shape is None else facts.shape.parameters,
         matrices=_kept_matrices(request, facts, geometry, compute, role),
+        names=names_in_files(facts.config),
     )  # fmt: skip
 
 

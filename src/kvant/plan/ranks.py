@@ -23,7 +23,13 @@ from kvant.models.sharding.divided import (
     replicated,
 )
 from kvant.models.stored import NotStored, Stored, read_blocks, read_stored
-from kvant.models.weights import ELEMENT_BYTES, list_weights, place_of_layers, probed_weights
+from kvant.models.weights import (
+    ELEMENT_BYTES,
+    in_files,
+    list_weights,
+    place_of_layers,
+    probed_weights,
+)
 from kvant.plan.plan import PlannedModel, PlanRequest
 from kvant.speculative.methods import METHODS
 from kvant.weights.format import WeightFormat
@@ -93,7 +99,7 @@ def _weights(target: PlannedModel, names: ExpertNames) -> tuple[Weight, ...]:
     """Returns the target's weights by their names in files. names: of experts' matrices."""
     if target.parameters:
         return tuple(probed_weights(target.parameters, target.geometry, names))
-    return list_weights(target.config, target.geometry)
+    return tuple(in_files(list_weights(target.config, target.geometry), names))
 
 
 def _narrow_formats(

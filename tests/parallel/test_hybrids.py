@@ -8,6 +8,7 @@ import pytest
 
 from kvant.errors import NotServable
 from tests.models import families
+from tests.models.tiny_narrow_experts import build_nested
 from tests.parallel.test_equality import GREEDY, make, tokens
 from tests.parallel.test_plan import plan
 
@@ -23,6 +24,12 @@ def _slow(names: tuple[str, ...]) -> list[object]:
 def test_two_ranks_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
     families.build(name, tmp_path / "model")
     two, one = (make(tmp_path / "model", size) for size in (2, 1))
+    assert tokens(two) == tokens(one)
+
+
+def test_two_ranks_give_the_tokens_of_one_beside_a_vision_encoder(tmp_path: Path) -> None:
+    _, exact, _ = build_nested(tmp_path, "qwen3_5_moe")
+    two, one = (make(exact, size) for size in (2, 1))
     assert tokens(two) == tokens(one)
 
 

@@ -158,7 +158,16 @@ def test_ranks_share_narrow_weights_of_families_that_kvant_probes(
     family: str, only: ForwardInfo, asked: Quantization | None, tmp_path: Path
 ) -> None:
     path, exact = tiny_narrow_experts.build_family(tmp_path, family)
-    path = path if asked is None else exact
+    check_ranks(path if asked is None else exact, only, asked)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_vl_moe"])
+def test_ranks_share_narrow_weights_beside_a_vision_encoder(family: str, tmp_path: Path) -> None:
+    check_ranks(tiny_narrow_experts.build_nested(tmp_path, family)[0], FUSED, None)
+
+
+def check_ranks(path: Path, only: ForwardInfo, asked: Quantization | None) -> None:
+    """Two ranks of a model with experts compute what one device does, within the parts they hold."""
     request = PlanRequest(
         str(path), GPU, dtype=ComputeDtype.BFLOAT16, tensor_parallel_size=2, quantization=asked
     )

@@ -127,7 +127,10 @@ class Divided:
 
         factory: an Auto class. The module has the class of the whole model.
         """
-        kind = factory._model_mapping[type(options["config"])]
+        config = options["config"]
+        kind = factory._model_mapping[type(config)]
+        if kind.config_class is config.sub_configs.get("text_config"):  # as Auto classes do
+            options = {**options, "config": config.get_text_config(decoder=True)}
         divided = self
 
         class Part(kind):  # type: ignore[misc,valid-type]

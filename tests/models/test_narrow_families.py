@@ -268,6 +268,19 @@ def test_they_are_rounded_while_they_are_loaded(family: str, tmp_path: Path) -> 
         assert torch.equal(decode(layer.narrow), rounded(weight, is_head="head" in name)), name
 
 
+def test_a_cpu_runs_decoded_recurrent_layers_as_it_runs_wide_ones(tmp_path: Path) -> None:
+    path, exact = build_family(tmp_path, "qwen3_5_text", "ct int4")
+    narrow, wide = (plan_of(PlanRequest(str(one), CPU_FACTS)) for one in (path, exact))
+    assert narrow.forward.name == wide.forward.name
+    assert narrow.target.weights.bytes == wide.target.weights.bytes
+    models = (
+        load_model(one, plan.target.kv, plan.target.geometry, plan.forward, device=loading.CPU)
+        for one, plan in ((path, narrow), (exact, wide))
+    )
+    found, expected = map(logits, models)
+    assert torch.equal(found, expected)
+
+
 def test_layers_beside_experts_are_declared_by_their_names_in_files(tmp_path: Path) -> None:
     path, exact = build_family(tmp_path, "hy_v3")
     numbers = load_file(exact / "model.safetensors")

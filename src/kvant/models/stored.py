@@ -248,6 +248,8 @@ def _on_cpu(config: Mapping[str, Any], compute: ComputeDtype | None) -> Stored |
             return NotStored(f"weights of {fmt.name} run as they are stored on NVIDIA GPUs")
     if isinstance(found, Stored) and lists_experts(config):
         return NotStored("experts run as they are stored on NVIDIA GPUs")
+    if isinstance(found, Stored) and text_section(config).get("linear_num_key_heads"):
+        return NotStored("recurrent layers run as they are stored on NVIDIA GPUs")
     return found
 
 

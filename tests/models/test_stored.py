@@ -47,6 +47,17 @@ from tests.planned import plan_of
 
 CPU, GPU = DeviceFacts(DeviceKind.CPU), DeviceFacts(DeviceKind.CUDA, "sm_90")
 TEXT = [(7 * i + i * i) % 120 + 3 for i in range(45)]
+IN_BLOCKS: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128],
+            },
+        }
+    },
+}  # fmt: skip
 
 
 def load(path: Path, only: ForwardInfo = MODULES) -> LoadedModel:
@@ -443,18 +454,19 @@ def test_integers_in_bytes_that_transformers_cannot_read_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("dialect", "says"),
+    ("declared", "says"),
     [
-        ("ct int8", "cannot join such experts"),
-        ("ct int4 zero points", "zero points of packed integers in another shape"),
-        ("ct nvfp4", "without the factor that each has"),
+        (DIALECTS["ct int8"][0], "cannot join such experts"),
+        (DIALECTS["ct int4 zero points"][0], "zero points of packed integers in another shape"),
+        (DIALECTS["ct nvfp4"][0], "without the factor that each has"),
+        (IN_BLOCKS, "scales of experts' whole outputs alone"),
     ],
 )
 def test_experts_that_transformers_cannot_read_are_refused_by_plan_and_start(
-    dialect: str, says: str, tmp_path: Path
+    declared: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "phimoe"
-    config = {**families.build("phimoe", path), "quantization_config": DIALECTS[dialect][0]}
+    config = {**families.build("phimoe", path), "quantization_config": declared}
     (path / "config.json").write_text(json.dumps(config))
     planned = plan_of(PlanRequest(str(path), CPU))
     assert any(says in line for line in planned.obstacles)

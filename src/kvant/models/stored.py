@@ -293,6 +293,8 @@ def refuse_left(config: Mapping[str, Any]) -> NotServable | None:
             why = "transformers reads zero points of packed integers in another shape"
         elif lists_experts(config) and "nvfp4" in layout:
             why = "transformers joins experts without the factor that each has"
+        elif lists_experts(config) and _is_fp8_in_parts(weights):
+            why = "transformers reads scales of experts' whole outputs alone"
         elif weights.text("type") == "int" and layout in _IN_BYTES:
             if lists_experts(config):
                 why = "transformers cannot join such experts"
@@ -305,6 +307,12 @@ def refuse_left(config: Mapping[str, Any]) -> NotServable | None:
                 ways_out=(PLAIN,),
             )
     return None
+
+
+def _is_fp8_in_parts(weights: Fields) -> bool:
+    """Returns whether 8-bit floats have scales for parts of an output."""
+    is_fp8 = weights.text("type") == "float" and weights.integer("num_bits", most=16) == 8
+    return is_fp8 and weights.text("strategy") in ("block", "group")
 
 
 def _declared(config: Mapping[str, Any]) -> Stored | NotStored:

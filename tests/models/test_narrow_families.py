@@ -189,6 +189,20 @@ def test_a_plan_counts_a_decoder_alike_alone_and_beside_a_vision_encoder(tmp_pat
         assert len(counted) == 1
 
 
+def test_a_plan_leaves_out_codes_of_layers_that_predict_further_tokens(tmp_path: Path) -> None:
+    path, _, _ = build_nested(tmp_path, "qwen3_5_moe")
+    request = PlanRequest(str(path), GPU, dtype=ComputeDtype.BFLOAT16)
+    expected = plan_of(request).target.weights.bytes
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        at = "model.language_model.layers.3"
+        for name in [one for one in tensors if one.startswith(at)]:
+            tensors[name.replace(at, "mtp.layers.0")] = tensors[name].clone()
+
+    change(path, add)
+    assert plan_of(request).target.weights.bytes == expected
+
+
 def test_wide_experts_in_one_tensor_stay_wide_beside_narrow_layers(tmp_path: Path) -> None:
     path, exact, _ = build_nested(tmp_path, "qwen3_vl_moe")
     stacks = load_file(exact / "model.safetensors")

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvant.attention.need import LONG_STRIDE
 from kvant.errors import BadValue, NotServable, WayOut
+from kvant.kv.checkpoint.safetensors_header import bytes_of
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
 from kvant.kv.request import KVRequest
@@ -27,9 +28,8 @@ from kvant.models.stored import (
     names_in_files,
     read_stored,
 )
-from kvant.models.weight_audit import NUMBERS, TensorState, Use, WeightAudit, audit_weights
+from kvant.models.weight_audit import TensorState, Use, WeightAudit, audit_weights
 from kvant.models.weights import (
-    WIDE_BYTES,
     WeightBytes,
     models_weights,
     place_of_layers,
@@ -347,12 +347,15 @@ def _weights(
 def _without_unread(
     request: PlanRequest, facts: ModelFacts, target: PlannedModel, audit: WeightAudit
 ) -> PlannedModel:
-    """Returns the target without bytes of tensors that nothing reads, such as towers of a text model."""
+    """Returns the target without bytes of tensors that nothing reads.
+
+    They are towers of a text model, layers that predict further tokens, and unused scales.
+    """
     sizes = dict(facts.weights.by_dtype or {})
     for one in audit.tensors:
-        is_unread = one.state is TensorState.UNUSED and one.role == NUMBERS
-        if is_unread and one.dtype in WIDE_BYTES and one.shape is not None:
-            sizes[one.dtype] -= WIDE_BYTES[one.dtype] * math.prod(one.shape)
+        is_unread = one.state is TensorState.UNUSED
+        if is_unread and one.dtype in sizes and one.shape is not None:
+            sizes[one.dtype] -= bytes_of(one.dtype, one.shape)
     if request.quantization is not None or sizes == facts.weights.by_dtype:
         return target
     read = replace(facts, weights=replace(facts.weights, by_dtype=sizes))

@@ -42,6 +42,11 @@ _BITS = {
 }  # fmt: skip
 
 
+def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Returns the bytes of a tensor [*shape]; 0 for a dtype that is newer than this table."""
+    return _BITS.get(dtype, 0) * math.prod(shape) // 8
+
+
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """One tensor of a header. begin, end: byte offsets in the file."""

@@ -156,7 +156,8 @@ def steer(name: str, value: Tensor) -> None:
     """Lets a token's id choose its two of four experts: rounding then moves no choice.
 
     Four numbers of the residual stream say how much a token wants each expert. They come from the embedding,
-    which is as large as what layers add, and routers read them beside their random weights.
+    which is as large as what layers add, and routers read them beside their random weights. Biases of choices
+    become small: a softmax leaves so little to the second expert that a bias would choose it.
     """
     if name.endswith("embed_tokens.weight"):
         value /= value.std()
@@ -164,6 +165,8 @@ def steer(name: str, value: Tensor) -> None:
         value[:, :4] = torch.tensor([wishes[token % len(wishes)] for token in range(len(value))])
     elif _ROUTERS.search(name) and len(value) == 4:
         value[:, :4] += torch.eye(4)
+    elif name.endswith("e_score_correction_bias"):
+        value *= 0.01
 
 
 def build_nested(

@@ -21,6 +21,7 @@ SHAPES = {
     "qwen3-30b-a3b": 1.1,
     "qwen3.5-9b": 1.2,
     "qwen3.5-9b-many": 1.2,
+    "qwen3.5-9b-512": 1.2,
     "gemma-3-12b": 1.1,
     "gemma-3-12b-long": 1.1,
     "gpt-oss-20b": 1.1,
@@ -29,7 +30,7 @@ SHAPES = {
 }
 """Shapes that both ran on one kind of GPU, and the least ratio of output tokens per second that is wanted.
 
--many: loads of the same shape in another call. -long: likewise, with vLLM and Kvant in different calls.
+-many, -512: loads of the same shape in another call. -long: likewise, with vLLM and Kvant in different calls.
 """
 
 
@@ -77,7 +78,7 @@ def shapes(*files: Any) -> Cells:
 
 
 def name_of(shape: str) -> str:
-    return shape.removesuffix("-many").removesuffix("-long")
+    return shape.removesuffix("-many").removesuffix("-512").removesuffix("-long")
 
 
 def both(theirs: Any, ours: Any) -> dict[str, tuple[list[float], list[float]]]:

@@ -133,6 +133,21 @@ def states_side_by_side(now: Any, before: Any, vllm: Any) -> Cells:
     return _since("qwen3.5-9b", 1.2, now, before, vllm)
 
 
+@table("steps-as-large", "h200-loads-qwen3.5-9b-512.json", "h200-vllm-qwen3.5-9b-512.json")
+def steps_as_large(ours: Any, vllm: Any) -> Cells:
+    """Returns Kvant's loads with two sizes of steps, beside vLLM in the same call."""
+    lines = [["engine", "tokens a step", "steps", "tok/s", "over vLLM"]]
+    (theirs,) = (output_tokens_per_second(r["load"], r["seconds"]) for r in vllm["rounds"])
+    lines.append(["vLLM", f"{vllm['max_num_batched_tokens']}", "-", f"{theirs:.0f}", "-"])
+    (large,), (usual,) = ours["rounds"], ours["default_steps"]["rounds"]
+    for r, tokens in ((large, large["max_num_batched_tokens"]), (usual, 8192 + 512)):
+        speed = output_tokens_per_second(r["load"], r["seconds"])
+        lines.append(
+            ["Kvant", f"{tokens}", f"{r['steps']}", f"{speed:.0f}", f"{speed / theirs:.2f}"]
+        )
+    return lines
+
+
 def _since(shape: str, least: float, now: Any, before: Any, vllm: Any) -> Cells:
     """Returns the loads of `now` beside earlier calls of Kvant and vLLM."""
     what = f"{shape}, requests x input/output"

@@ -46,7 +46,6 @@ FILES = {
     **{f"Kvant's {shape}": beside_vllm.shape_files(shape)[1] for shape in beside_vllm.SHAPES},
     "faster qwen3-30b-a3b": decoder.COPIED,
     "faster qwen3.5-9b-many": decoder.TILES,
-    "fastest qwen3.5-9b-many": decoder.NEIGHBOURS,
     "newest gemma-3-12b": decoder.MANY,
     "families": "h200-decoder.json",
     "windows": "h200-windows.json",
@@ -350,20 +349,19 @@ def _narrow(found: Any, everything: Any, card: Any, experts: Any) -> Iterator[Go
         what = f"{model}, {requests} x 128/256"
         at = {"commit": revision}
         yield Goal(what, value, bound, " tok/s", page, at, least=True, digits=0)
-    seconds = {row["load"]: row["seconds"] for row in everything["loads"]}
     what = "Qwen3-8B, fp8 weights, activations and KV"
-    (fast,) = everything["fast_sums"]["loads"]
-    runs = (
-        ("", seconds["512x1024/256"], everything),
-        (", fast sums", fast["seconds"], everything["fast_sums"]),
-    )
-    for sums, taken, run in runs:
-        speed, at = 512 * 256 / taken, {"commit": run["commit"]}
-        name = f"{what}{sums}, 512 x 1024/256"
-        yield Goal(name, speed, ALL_FP8, " tok/s", page, at, least=True, digits=0)
-    yield Goal(
-        f"{what}, 64 x 16384/128", seconds["64x16384/128"], ALL_FP8_LONG, " s", page, everything
-    )
+    for run in (everything, everything["fast_sums"]):
+        at = {"commit": run["commit"]}
+        for row in run["loads"]:
+            load, seconds = row["load"].replace("x", " x "), row["seconds"]
+            most = row.get("max_num_batched_tokens")
+            how = "" if most is None else f", fast sums, {most} tokens a step"
+            if load == "512 x 1024/256":
+                speed = 512 * 256 / seconds
+                name = f"{what}{how}, {load}"
+                yield Goal(name, speed, ALL_FP8, " tok/s", page, at, least=True, digits=0)
+            else:
+                yield Goal(f"{what}{how}, {load}", seconds, ALL_FP8_LONG, " s", page, at)
     what = "Qwen3-8B, int4 weights and KV in 24 GB, tokens that fit"
     yield Goal(what, card["pool_tokens"], CARD_TOKENS, "", page, card, least=True, digits=0)
     measured = "512x1024/256"
@@ -384,14 +382,18 @@ _SINCE = {"qwen3-30b-a3b": "moe", "qwen3.5-9b-many": "hybrids"}
 
 
 def _beside_vllm(data: dict[str, Any]) -> Iterator[Goal]:
+    """Yields the goals of every shape and load; a later call replaces an earlier one."""
+    found: dict[str, Goal] = {}
     for shape, least in beside_vllm.SHAPES.items():
         ours = data[f"Kvant's {shape}"]
         for load, seconds in beside_vllm.both(data[f"vLLM's {shape}"], ours).items():
             ratio, page, by = min(seconds[0]) / min(seconds[1]), "throughput", ours
-            keys = (f"faster {shape}", f"fastest {shape}")
-            for since in (data[key] for key in keys if key in data):
-                for r in since["rounds"]:
-                    if r["load"] == load:
-                        ratio, page, by = min(seconds[0]) / min(r["seconds"]), _SINCE[shape], since
+            tokens = {r.get("max_num_batched_tokens") for r in ours["rounds"]} - {None}
+            note = "".join(f", {most} tokens a step" for most in tokens)
+            since = data.get(f"faster {shape}")
+            for r in () if since is None else since["rounds"]:
+                if r["load"] == load:
+                    ratio, page, by = min(seconds[0]) / min(r["seconds"]), _SINCE[shape], since
             what = f"{beside_vllm.name_of(shape)}, {load.replace('x', ' x ')}, over vLLM"
-            yield Goal(what, ratio, least, "x", page, by, least=True)
+            found[what] = Goal(what, ratio, least, "x", page, by, least=True, note=note)
+    yield from found.values()

@@ -7,6 +7,7 @@ from fnmatch import fnmatch
 from typing import Any
 
 from benchmarks.tables import Cells, percent, table
+from benchmarks.tables.throughput import output_tokens_per_second
 
 _PRODUCTS = "gate_up", "down", "qkv", "output"
 _HEAD = "one_row", "product", "nvjet_sm90_tst", "decode_tile"
@@ -256,6 +257,54 @@ _MANY_REQUESTS = {
     "tokens chosen": ("_most_likely",),
 }
 """Names of kernels, with the head among the products."""
+
+
+@table("fp8-own-products", "h200-fp8-own-products.json")
+def own_products(data: Any) -> Cells:
+    """Returns microseconds for 8,440 rows: of each product alone, and of layers for seconds."""
+    names = ("qkv", "output", "gate_up", "down")
+    lines = [["kernel", *names, "a layer, gates apart", "a layer, gates in the product"]]
+    lasting = data["sustained_us_a_layer"]["8440"]
+    for kernel, alone in data["alone_us"]["8440"].items():
+        found = [
+            lasting.get(f"{kernel}, {gates}") for gates in ("gates apart", "gates in the product")
+        ]
+        shown = ["-" if us is None else f"{min(us):,.0f} to {max(us):,.0f}" for us in found]
+        lines.append([kernel, *(f"{alone[name]:,.0f}" for name in names), *shown])
+    return lines
+
+
+@table("power-512", "h200-power-512.json")
+def power(data: Any) -> Cells:
+    """Returns power and clock of whole seconds: in the middle of the prompts, and 3 s before the end."""
+    lines = [["model", "tokens a step", "s", "with prompts", "only decodes"]]
+    for run in data["runs"]:
+        at = (len(run["watts"]) // 3, -4)
+        shown = [f"{run['watts'][i]} W, {run['mhz'][i]:,} MHz" for i in at]
+        tokens = f"{run['max_num_batched_tokens']:,}"
+        lines.append([run["model"], tokens, f"{run['seconds']:.2f}", *shown])
+    return lines
+
+
+@table("fp8-steps", "h200-fp8-everything.json")
+def fp8_steps(data: Any) -> Cells:
+    """Returns loads of fp8 weights, activations and KV cache with fast sums, by the size of steps."""
+    lines = [["requests x input/output", "tokens a step", "steps", "s", "repeats, s", "tok/s"]]
+    for row in data["fast_sums"]["loads"]:
+        speed = output_tokens_per_second(row["load"], row["repeats"])
+        repeats = ", ".join(f"{seconds:.2f}" for seconds in row["repeats"])
+        tokens = f"{row['max_num_batched_tokens']:,}"
+        lines.append(
+            [
+                row["load"],
+                tokens,
+                f"{row['steps']}",
+                f"{row['seconds']:.2f}",
+                repeats,
+                f"{speed:,.0f}",
+            ]
+        )
+    return lines
 
 
 @table("step-512", "h200-step-512.json")

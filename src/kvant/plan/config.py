@@ -221,7 +221,7 @@ class PlanOptions:
     )
     max_num_batched_tokens: int | None = _run(
         None,
-        "Most tokens of one step.",
+        "Most tokens of one step. Larger steps compute prompts faster, and running answers wait longer.",
         low=1,
         high=2**20,
         unset="512 on a CPU, else 8192 + max_num_seqs",

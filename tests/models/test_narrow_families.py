@@ -17,7 +17,7 @@ from kvant import LLM
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
-from kvant.models.expert_names import ExpertNames
+from kvant.models.file_names import FileNames
 from kvant.models.fused.info import INFO as FUSED
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.load import load_model
@@ -52,7 +52,7 @@ def logits(model: LoadedModel) -> Tensor:
     return loading.logits(model, TEXT)
 
 
-def names_of(family: str) -> ExpertNames:
+def names_of(family: str) -> FileNames:
     text = {"model_type": f"{family}_text", "num_experts": 4, "moe_intermediate_size": 128}
     declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     return names_in_files(
@@ -128,7 +128,7 @@ def test_decoders_beside_a_vision_encoder_keep_their_codes(
     assert planned.forward.stored is not None
     assert planned.audit is not None
     planned.audit.check()
-    geometry, names = planned.target.geometry, planned.forward.stored.experts
+    geometry, names = planned.target.geometry, planned.forward.stored.names
     model = loading.load_as_on_gpu(path, geometry, FUSED)
     wide = loading.load_as_on_gpu(exact, geometry, FUSED, is_narrow=False)
     assert not model.unused_tensors
@@ -344,7 +344,7 @@ def test_layers_beside_experts_are_refused_by_their_names_in_files(
 
 def test_names_in_files_follow_from_the_module() -> None:
     at = "model.layers.3.mlp.experts"
-    assert ExpertNames().matrix(at, 2, "up_proj") == f"{at}.2.up_proj"
+    assert FileNames().matrix(at, 2, "up_proj") == f"{at}.2.up_proj"
     mixtral = _EXPERTS_APART["mixtral"]
     found = mixtral.matrix(at, 2, mixtral.down)
     assert found == "model.layers.3.block_sparse_moe.experts.2.w2"

@@ -170,8 +170,8 @@ def _stored_formats(
                 linear[name] = scheme.format
         elif is_experts(part):
             schemes = [
-                stored.scheme(stored.experts.matrix(name, 0, one))
-                for one in (stored.experts.gate, stored.experts.down)
+                stored.scheme(stored.names.matrix(name, 0, one))
+                for one in (stored.names.gate, stored.names.down)
             ]
             if schemes[0] is not None and schemes[1] is not None:
                 experts[name] = _per_row(schemes[0].format), _per_row(schemes[1].format)
@@ -364,7 +364,7 @@ def await_stored(
         if name == tied:
             continue  # its weight is the embedding's, whether the declaration names it or not
         are_experts = has_stacks(part) if widened else is_experts(part)
-        names = stored.experts
+        names = stored.names
         if are_experts and _are_joined(names.in_files(name), entries):
             continue
         if are_experts and stored.scheme(names.matrix(name, 0, names.gate)) is not None:

@@ -17,7 +17,7 @@ from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
-from kvant.models.expert_names import AS_MODULES, ExpertNames
+from kvant.models.file_names import AS_MODULES, FileNames
 from kvant.models.geometry.fields import Fields, shown, text_section
 from kvant.models.geometry.mixtures import EXPERT_FIELDS
 from kvant.models.geometry.weight_methods import COMPRESSED_TENSORS, PLAIN
@@ -85,8 +85,8 @@ class Stored:
     groups: (which layers' names match, None for all; their scheme). The first match decides. left_alone:
     matches names of layers without narrow weights. activations: the checkpoint's words about activations,
     "" for none. rounding: how products follow it; None if they cannot. words: other names of the formats.
-    exceptions: the field of the quantization_config that lists layers without narrow weights. experts: names
-    of experts' matrices, and of layers beside them.
+    exceptions: the field of the quantization_config that lists layers without narrow weights. names: of
+    layers and experts in the files.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
@@ -95,7 +95,7 @@ class Stored:
     words: str = ""
     rounding: Activations | None = None
     exceptions: str = "ignore"
-    experts: ExpertNames = AS_MODULES
+    names: FileNames = AS_MODULES
 
     def leave_alone(self, layer: str) -> WayOut:
         """Returns the way out for a layer with 16-bit weights that the declaration makes narrow."""
@@ -135,7 +135,7 @@ class Stored:
 
         Declarations name layers as files do.
         """
-        name = self.experts.in_files(name)
+        name = self.names.in_files(name)
         if self.left_alone(name):
             return None
         return next((s for chosen, s in self.groups if chosen is None or chosen(name)), None)
@@ -187,10 +187,10 @@ def declared_weights(config: Mapping[str, Any]) -> Stored | NotStored | None:
     return _declared(config)
 
 
-def names_in_files(config: Mapping[str, Any]) -> ExpertNames:
+def names_in_files(config: Mapping[str, Any]) -> FileNames:
     """Returns how a checkpoint with narrow weights names layers and experts."""
     found = declared_weights(config)
-    return found.experts if isinstance(found, Stored) else AS_MODULES
+    return found.names if isinstance(found, Stored) else AS_MODULES
 
 
 def declares_weights(config: Mapping[str, Any]) -> bool:
@@ -361,7 +361,7 @@ def _read_method(config: Mapping[str, Any], fields: Fields, method: str) -> Stor
     else:
         found = reader(fields)
     if isinstance(found, Stored) and place:
-        return replace(found, experts=replace(found.experts, layers=place))
+        return replace(found, names=replace(found.names, layers=place))
     return found
 
 
@@ -421,7 +421,7 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
         (chosen, replace(scheme, no_product=scheme.no_product or _no_experts(model, scheme)))
         for chosen, scheme in found.groups
     )
-    return replace(found, groups=groups, experts=names)
+    return replace(found, groups=groups, names=names)
 
 
 def _no_experts(model: Fields, scheme: Scheme) -> str:
@@ -439,8 +439,8 @@ def _no_experts(model: Fields, scheme: Scheme) -> str:
     return ""
 
 
-_MIXTRAL = ExpertNames("w1", "w3", "w2", "block_sparse_moe")
-_EXPERTS_APART: Mapping[str, ExpertNames] = {
+_MIXTRAL = FileNames("w1", "w3", "w2", "block_sparse_moe")
+_EXPERTS_APART: Mapping[str, FileNames] = {
     **dict.fromkeys(
         (
             "deepseek_v2",
@@ -463,7 +463,7 @@ _EXPERTS_APART: Mapping[str, ExpertNames] = {
         ),
         AS_MODULES,
     ),
-    "hy_v3": ExpertNames(shared="shared_mlp"),
+    "hy_v3": FileNames(shared="shared_mlp"),
     **dict.fromkeys(("minimax_m2", "mixtral"), _MIXTRAL),
 }
 """Families whose checkpoints store each expert by itself, and how."""
@@ -472,7 +472,7 @@ _DECODERS: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), "model.language_model.layers"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ""),
 }
-"""Families of models with several parts whose narrow weights are read, and `ExpertNames.layers`."""
+"""Families of models with several parts whose narrow weights are read, and `FileNames.layers`."""
 
 _ROUNDED = _EXPERTS_APART.keys() - {"qwen3_vl_moe_text"} | {"gpt_oss"}
 """Families whose experts are rounded. Files of Qwen3-VL have them transposed."""

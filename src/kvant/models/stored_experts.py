@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import TensorEntry
-from kvant.models.expert_names import ExpertNames
+from kvant.models.file_names import FileNames
 from kvant.models.fused.narrow_experts import NarrowExperts
 from kvant.models.sharding.cuts import Cut, Rule
 from kvant.models.sharding.narrow import cut_part
@@ -100,7 +100,7 @@ class StoredExperts:
     """
 
     name: str
-    names: ExpertNames
+    names: FileNames
     schemes: Mapping[str, Scheme]
     files: Mapping[str, Path]
     shapes: Mapping[str, tuple[int, ...]]
@@ -124,8 +124,8 @@ class StoredExperts:
         shapes: dict[str, tuple[int, ...]] = {}
         cuts: dict[str, ExpertCut] = {}
         for product, shape_of_rank in module.shapes.items():
-            parts = stored.experts.of_product(product)
-            scheme = stored.scheme(stored.experts.matrix(name, 0, parts[0]))
+            parts = stored.names.of_product(product)
+            scheme = stored.scheme(stored.names.matrix(name, 0, parts[0]))
             if scheme is None:
                 raise BadCheckpoint(
                     f"{name}: some products of experts are narrow, others are not",
@@ -148,7 +148,7 @@ class StoredExperts:
                 }
             else:
                 wanted = {
-                    f"{stored.experts.matrix(name, expert, one)}.{short}": part
+                    f"{stored.names.matrix(name, expert, one)}.{short}": part
                     for expert in range(count)
                     for one in parts
                     for short, part in parts_of(scheme, rows, columns).items()
@@ -159,7 +159,7 @@ class StoredExperts:
                 check_part(full, part, None if entry is None else entry.dtype, shape)
                 if shape is not None:
                     files[full], shapes[full] = home[full], shape
-        return StoredExperts(name, stored.experts, schemes, files, shapes, cuts)
+        return StoredExperts(name, stored.names, schemes, files, shapes, cuts)
 
     def read_into(self, module: NarrowExperts, device: torch.device) -> None:
         """Reads all weights to the device. Raises BadCheckpoint for scales and codes that are NaN or Inf."""

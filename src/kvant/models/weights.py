@@ -16,7 +16,7 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, ModelGeometry
-from kvant.models.expert_names import AS_MODULES, ExpertNames
+from kvant.models.file_names import AS_MODULES, FileNames
 from kvant.models.geometry.draft import draft_weights
 from kvant.models.geometry.families import (
     decoder_weights,
@@ -109,7 +109,7 @@ def weight_bytes_of(
     num_weights: int | None = None,
     parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
     matrices: ComputeDtype | None = None,
-    names: ExpertNames = AS_MODULES,
+    names: FileNames = AS_MODULES,
 ) -> WeightBytes:
     """Returns the bytes of the weights after loading. Pure.
 
@@ -152,7 +152,7 @@ def estimate_weight_bytes(
     compute: ComputeDtype | None = None,
     decoded: bool = False,
     parameters: Sequence[tuple[str, tuple[int, ...]]] = (),
-    names: ExpertNames = AS_MODULES,
+    names: FileNames = AS_MODULES,
 ) -> WeightBytes:
     """Returns the bytes from the config alone: the elements of every weight times the bytes of its dtype.
 
@@ -213,14 +213,14 @@ def place_of_layers(geometry: ModelGeometry) -> str:
     return f"{above}.layers" if found else ""
 
 
-def in_files(weights: Iterable[Weight], names: ExpertNames) -> Iterator[Weight]:
+def in_files(weights: Iterable[Weight], names: FileNames) -> Iterator[Weight]:
     """Yields weights by their names in files."""
     for weight in weights:
         yield replace(weight, name=names.in_files(weight.name))
 
 
 def probed_weights(
-    parameters: Iterable[tuple[str, tuple[int, ...]]], geometry: ModelGeometry, names: ExpertNames
+    parameters: Iterable[tuple[str, tuple[int, ...]]], geometry: ModelGeometry, names: FileNames
 ) -> Iterator[Weight]:
     """Yields a probed model's weights by their names in files, as in `list_weights`.
 

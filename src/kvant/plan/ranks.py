@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvant.errors import NotServable, WayOut
-from kvant.models.expert_names import AS_MODULES, ExpertNames
+from kvant.models.file_names import AS_MODULES, FileNames
 from kvant.models.geometry.parameters import Weight
 from kvant.models.geometry.weight_recipe import Recipe, read_recipe
 from kvant.models.quantization import format_of, rounds
@@ -69,7 +69,7 @@ def divide(
     element = ELEMENT_BYTES[target.kv.compute_dtype]
     sized = [(one, math.prod(one[1]) * element) for one in target.parameters]
     if narrow is not None or not target.parameters:
-        listed = _weights(target, AS_MODULES if stored is None else stored.experts)
+        listed = _weights(target, AS_MODULES if stored is None else stored.names)
         recipe = None if request.quantization is not None else read_recipe(target.config)
 
         def bytes_of(weight: Weight) -> int:
@@ -95,7 +95,7 @@ def divide(
     return target, Division(ranks, whole.bytes, kept)
 
 
-def _weights(target: PlannedModel, names: ExpertNames) -> tuple[Weight, ...]:
+def _weights(target: PlannedModel, names: FileNames) -> tuple[Weight, ...]:
     """Returns the target's weights by their names in files. names: of experts' matrices."""
     if target.parameters:
         return tuple(probed_weights(target.parameters, target.geometry, names))

@@ -148,7 +148,7 @@ class Divided:
             scheme, of = None, None
             if self._stored is not None and short != "bias":
                 scheme = self._stored.scheme(layer)
-                of = self.cut.get(f"{self._stored.experts.of_module(layer)}.weight")
+                of = self.cut.get(f"{self._stored.names.of_module(layer)}.weight")
             if scheme is not None and of is not None and len(of[1]) == 2:  # no norm over all heads
                 return cut_part(scheme, short, shape, (of[1][0], of[1][1]), of[0])
             cut = self._cuts.of(name, shape)

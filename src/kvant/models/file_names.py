@@ -1,4 +1,4 @@
-"""Names in files that store each expert by itself: of experts' matrices, and of the layers beside them."""
+"""How files name layers and experts, where they differ from transformers' modules."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """How files name the matrices of experts that are stored one by one.
+class FileNames:
+    """How files name layers, and the matrices of experts that are stored one by one.
 
-    owner: the files' name of the module above `experts`; "" for the name in transformers' model. shared: the
-    files' name of `shared_experts`, "" for that name. layers: the files' place of the decoder's layers, which
-    transformers' model has at `model.layers`; "" for the same place.
+    gate, up, down: an expert's matrices. owner: the module above `experts`; "" for the name in transformers'
+    model. shared: what transformers calls `shared_experts`; "" for that name. layers: the place of the
+    decoder's layers, which transformers' model has at `model.layers`; "" for the same place.
     """
 
     gate: str = "gate_proj"
@@ -51,5 +51,5 @@ class ExpertNames:
 
 _SHARED, _LAYERS = ".shared_experts.", "model.layers."
 
-AS_MODULES = ExpertNames()
+AS_MODULES = FileNames()
 """Names below transformers' module of experts: N.gate_proj, N.up_proj and N.down_proj."""

@@ -573,12 +573,15 @@ def test_experts_cpus_and_wide_computing_do_not_run_as_stored() -> None:
     declared, _ = DIALECTS["fp8 block"]
     config = {"quantization_config": declared}
     assert isinstance(read_stored(config, GPU, ComputeDtype.BFLOAT16), Stored)
-    for other in (
+    wide = read_stored(config, GPU, ComputeDtype.FLOAT32)
+    never = (
         read_stored(config, CPU),
-        read_stored(config, GPU, ComputeDtype.FLOAT32),
         read_stored({**config, "num_experts": 8}, GPU),
-    ):
+        read_stored({**config, "num_experts": 8}, GPU, ComputeDtype.FLOAT32),
+    )
+    for other in (wide, *never):
         assert isinstance(other, NotStored)
+        assert ("--dtype bfloat16 keeps them" in other.reason) == (other is wide)
     assert read_stored({}, GPU) is None
 
 

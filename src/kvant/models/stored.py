@@ -168,9 +168,13 @@ def read_stored(
         return _on_cpu(config, compute)
     if device.kind is not DeviceKind.CUDA:
         return NotStored("weights run as they are stored on NVIDIA GPUs and on CPUs")
-    if compute is not None and compute not in _HALF:
-        return NotStored(f"products with narrow weights compute in 16 bits, not in {compute.value}")
-    return _with_products(_declared(config))
+    found = _with_products(_declared(config))
+    if isinstance(found, NotStored) or compute is None or compute in _HALF:
+        return found
+    return NotStored(
+        f"products with narrow weights compute in 16 bits, not in {compute.value}: "
+        "--dtype bfloat16 keeps them"
+    )
 
 
 def _with_products(found: Stored | NotStored) -> Stored | NotStored:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -192,6 +193,35 @@ def test_fp8_weights_are_decoded_into_the_dtype_that_is_computed_in(tmp_path: Pa
     """transformers decodes them into bfloat16, which does not multiply with float32."""
     path, decoded = build_fp8(tmp_path)
     assert_logits_are_those_of(decoded, path)
+
+
+@pytest.mark.parametrize("side", [16, 24])
+def test_blocks_that_transformers_would_cut_elsewhere_are_refused(
+    side: int, tmp_path: Path
+) -> None:
+    """transformers takes 2 scales for 32 rows as blocks of 16 rows, also where blocks have 24."""
+    path, decoded = build_fp8(tmp_path)
+    stored = load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        rows, columns = stored[weight].shape
+        scales = torch.rand(-(-rows // side), -(-columns // side), generator=generator) + 0.5
+        whole = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :columns]
+        stored[name], decoded[weight] = scales, stored[weight].float() * whole
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [side, side]
+    (path / "config.json").write_text(json.dumps(config))
+    if side == 16:
+        assert_logits_are_those_of(decoded, path)
+        return
+    request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=ComputeDtype.FLOAT32)
+    planned = plan_of(request, weights=True)
+    assert not planned.can_run
+    with pytest.raises(BadCheckpoint, match="has the shape") as refused:
+        LLM(path, dtype="float32")
+    assert "24 x 24 does not divide it" in (refused.value.why or "")
 
 
 @pytest.mark.parametrize(

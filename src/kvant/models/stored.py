@@ -146,10 +146,12 @@ class NotStored:
     """The reason why a checkpoint's narrow weights must be decoded.
 
     scales: names behind a layer's of the tensor that transformers reads as its scales; () if unknown.
+    block: rows and columns that share a scale, as declared; () if unknown.
     """
 
     reason: str
     scales: tuple[str, ...] = ()
+    block: tuple[int, ...] = ()
 
 
 def read_stored(
@@ -551,7 +553,7 @@ def _fp8(fields: Fields) -> Stored | NotStored:
     elif tuple(block) == (128, 128):
         scheme = Scheme(Dialect.FP8, FP8_BLOCK)
     else:
-        return NotStored(f"blocks of {shown(block)} are not 128 x 128")
+        return NotStored(f"blocks of {shown(block)} are not 128 x 128", block=tuple(block))
     activations = f"8-bit floats, {said}" if said else ""
     return _whole(scheme, fields, OF_TRANSFORMERS, activations, rounding)
 
@@ -685,7 +687,7 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
         if strategy == "block":
             block = tuple(weights.integers("block_structure", least=1) or ())
             if block != (128, 128):
-                return NotStored(f"blocks of {shown(block)} are not 128 x 128")
+                return NotStored(f"blocks of {shown(block)} are not 128 x 128", block=tuple(block))
             return Scheme(Dialect.FLOAT_QUANTIZED, FP8_BLOCK)
         formats = {"tensor": FP8_TENSOR, "channel": FP8_CHANNEL}
         if strategy in formats:

@@ -335,6 +335,7 @@ _EMBEDDING = "embeddings with narrow weights are read from GGUF files alone"
 _WIDE_EMBEDDING = WayOut("take a checkpoint whose embedding has 16 bits")
 _APART = WayOut("take a checkpoint that stores each expert by itself")
 _TIED = "config.json ties the head to the embedding, and the head's codes would not be used"
+_EVEN = WayOut("take a checkpoint with blocks of 128 x 128, which Kvant decodes itself")
 _UNTIE = WayOut('if the head has its own weight, set "tie_word_embeddings" to false in config.json')
 
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
@@ -729,6 +730,11 @@ def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -
             because = f"the scales that transformers reads as {scales[0]} are missing"
             state, what = TensorState.WRONG, f"the tensor {layer}.{scales[0]} is missing"
             fault = BadCheckpoint(what, why=f"{name} holds codes", ways_out=(COPY_AGAIN,))
+        elif name.endswith(".weight") and (wrong := _uneven(shape, use.declared.block)):
+            because, state = wrong, TensorState.WRONG
+            fault = BadCheckpoint(
+                f"{name} has the shape {_shown(shape)}", why=wrong, ways_out=(_EVEN,)
+            )
     elif name.endswith(".weight") and dtype not in _WIDE:
         because, state = (
             f"{_no_format(use)}, so its codes would be taken for numbers",
@@ -746,6 +752,17 @@ def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -
     elif use.rounded is not None:
         because = _rounded(layer, model.weight(layer), shape, use, use.rounded)
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)
+
+
+def _uneven(shape: tuple[int, ...], block: tuple[int, ...]) -> str:
+    """Returns why transformers would decode a matrix with wrong scales; "" if it would not.
+
+    transformers divides each side by its number of scales.
+    """
+    pairs = zip(shape, block, strict=False) if len(shape) == 2 else ()
+    if not any(size > side and size % side for size, side in pairs):
+        return ""
+    return f"transformers would decode blocks of equal size, and {_shown(block)} does not divide it"
 
 
 def _shown(shape: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,34 @@ def test_codes_of_joined_experts_are_refused_by_plan_and_start(name: str, tmp_pa
     with pytest.raises(BadCheckpoint, match=says) as refused:
         LLM(path, kv_cache_memory="1MiB")
     assert refused.value.ways_out
+
+
+@pytest.mark.parametrize(
+    "left",
+    [r"\d\.gate_proj", r"\d\.up_proj", r"\d\.(gate|up)_proj", r"\d\.down_proj", r"0\..*", r"1\..*"],
+)
+def test_layers_with_some_wide_experts_are_refused_by_plan_and_load(
+    left: str, tmp_path: Path
+) -> None:
+    path, numbers = build(tmp_path, "ct fp8 channel")
+    pattern = rf".*layers\.1\.mlp\.experts\.{left}"
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if re.match(pattern, name)]:
+            del tensors[name]
+            if name in numbers:
+                tensors[name] = numbers[name]
+
+    config = json.loads((change(path, widen) / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", f"re:{pattern}"]
+    (path / "config.json").write_text(json.dumps(config))
+    for device, dtype in ((CPU_FACTS, None), (GPU, ComputeDtype.BFLOAT16)):
+        planned = plan_of(PlanRequest(str(path), device, dtype=dtype))
+        assert not planned.can_run
+        with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.experts\.\d\..* cannot be used"):
+            planned.check_files()
+    with pytest.raises(BadCheckpoint, match=r"layers\.1\.mlp\.experts\.\d\..* cannot be used"):
+        load_stored(path, "qwen3_moe")
 
 
 @pytest.mark.parametrize("quantization", [Quantization.FP8, Quantization.INT8, Quantization.INT4])

@@ -29,7 +29,7 @@ from kvant.models.quantization import Quantization, format_of
 from kvant.models.sharding.cuts import Cut
 from kvant.models.sharding.divide import is_tied
 from kvant.models.sharding.narrow import cut_part
-from kvant.models.stored import Stored
+from kvant.models.stored import ONE_FORMAT, Stored
 from kvant.models.stored_experts import StoredExperts, read_tensor
 from kvant.models.weights import WIDE_BYTES
 from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
@@ -367,10 +367,11 @@ def await_stored(
         names = stored.names
         if are_experts and _are_joined(names.in_files(name), entries):
             continue
-        if are_experts and stored.scheme(names.matrix(name, 0, names.gate)) is not None:
+        if are_experts:
             made = NarrowExperts(part, None)
-            experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
-            model.set_submodule(name, made)
+            if _are_narrow(name, made, stored):
+                experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
+                model.set_submodule(name, made)
             continue
         scheme = stored.scheme(name) if type(part) in (nn.Linear, nn.Embedding) else None
         if scheme is None or (type(part) is nn.Embedding and scheme.dialect is not Dialect.GGUF):
@@ -407,6 +408,20 @@ def await_stored(
             assert isinstance(part, nn.Linear)
             model.set_submodule(name, StoredLinear(scheme, part, found))
     return experts
+
+
+def _are_narrow(name: str, experts: NarrowExperts, stored: Stored) -> bool:
+    """Returns whether a layer's experts are narrow. Raises BadCheckpoint if only some matrices are."""
+    names = stored.names
+    for product, (count, _, _) in experts.shapes.items():
+        for part in names.of_product(product):
+            for matrix in (names.matrix(name, expert, part) for expert in range(count)):
+                reason = stored.refuse_expert(matrix)
+                if reason is not None:
+                    raise BadCheckpoint(
+                        f"{matrix} cannot be used", why=reason, ways_out=(ONE_FORMAT,)
+                    )
+    return stored.scheme(names.matrix(name, 0, names.gate)) is not None
 
 
 def _are_joined(path: str, entries: Mapping[str, TensorEntry]) -> bool:

@@ -75,6 +75,11 @@ _WORDS: Mapping[str, tuple[str, ...]] = {
     "strategy": ("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head"),
 }
 
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\.([^.]+)$")
+"""The path of one expert's matrix: that of its layer's experts, a number, and the matrix."""
+
+ONE_FORMAT = WayOut("take a checkpoint whose experts of a layer have one format")
+
 _HALF = (ComputeDtype.BFLOAT16, ComputeDtype.FLOAT16)
 
 
@@ -139,6 +144,23 @@ class Stored:
         if self.left_alone(name):
             return None
         return next((s for chosen, s in self.groups if chosen is None or chosen(name)), None)
+
+    def refuse_expert(self, matrix: str) -> str | None:
+        """Returns why an expert's matrix cannot be used beside its layer's other experts; None if it can.
+
+        matrix: its path in files. Experts are used together: all are narrow or none, and the matrices of one
+        product have one format. Paths of other modules are not refused.
+        """
+        found = _EXPERT.match(matrix)
+        if found is None:
+            return None
+        experts, part = found.groups()
+        gate, down = (f"{experts}.0.{one}" for one in (self.names.gate, self.names.down))
+        own, of_gate = self.scheme(matrix), self.scheme(gate)
+        if (own is None) != (of_gate is None):
+            return f"{gate} is {'wide' if of_gate is None else 'narrow'}"
+        first = down if part == self.names.down else gate
+        return None if own == self.scheme(first) else f"{first} has another format"
 
 
 @dataclass(frozen=True, slots=True)

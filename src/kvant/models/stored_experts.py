@@ -126,11 +126,7 @@ class StoredExperts:
         for product, shape_of_rank in module.shapes.items():
             parts = stored.names.of_product(product)
             scheme = stored.scheme(stored.names.matrix(name, 0, parts[0]))
-            if scheme is None:
-                raise BadCheckpoint(
-                    f"{name}: some products of experts are narrow, others are not",
-                    why=f"no format is declared for {product}",
-                )
+            assert scheme is not None, "all products are narrow if one is"
             count, is_joined = shape_of_rank[0], scheme.dialect is Dialect.MXFP4_EXPERTS
             found = cuts[product] = ExpertCut.of(
                 shape_of_rank, 1 if is_joined else len(parts), cut.get(f"{name}.{product}"),

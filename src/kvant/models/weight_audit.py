@@ -24,7 +24,7 @@ from kvant.kv.spec import KVPlan, ScaleState
 from kvant.look import counted
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.quantization import Activations, Quantization, rounds
-from kvant.models.stored import NotStored, Stored
+from kvant.models.stored import ONE_FORMAT, NotStored, Stored
 from kvant.weights.format import Dialect, Scheme, block_type
 from kvant.weights.parts import Part, Role, check_part, expert_parts, parts_of
 
@@ -418,6 +418,10 @@ def _layer(
     scheme = None if read is None else read.scheme(layer)
     wanted: dict[str, Part] = {}
     undivided: BadCheckpoint | None = None
+    mixed = None if read is None else read.refuse_expert(layer)
+    if mixed is not None:
+        yield from _refused(layer, names, scheme, tensors, mixed, ONE_FORMAT)
+        return
     if scheme is not None and scheme.dialect is Dialect.MXFP4_EXPERTS:
         wanted = _of_experts(layer, scheme, model.listed)
     elif scheme is not None and _is_narrow(layer, names, weight, scheme, tensors):
@@ -453,13 +457,20 @@ def _refuse_embedding(
 
 
 def _refused(
-    layer: str, names: list[str], scheme: Scheme, tensors: Tensors, because: str, way: WayOut
+    layer: str,
+    names: list[str],
+    scheme: Scheme | None,
+    tensors: Tensors,
+    because: str,
+    way: WayOut,
 ) -> Iterator[TensorUse]:
-    """Yields the tensors of a module with codes that are not read."""
-    fmt, state = f"{scheme.summary} ({scheme.dialect.value})", TensorState.WRONG
+    """Yields the tensors of a module that are not read. scheme: None for a wide one."""
+    state = TensorState.WRONG
     for name in names:
         dtype, shape = tensors[name]
-        role = _ROLES.get(name.rpartition(".")[2], Role.CODES).value
+        fmt = dtype if scheme is None else f"{scheme.summary} ({scheme.dialect.value})"
+        short = name.rpartition(".")[2]
+        role = NUMBERS if scheme is None else _ROLES.get(short, Role.CODES).value
         fault = BadCheckpoint(f"{name} cannot be used", why=because, ways_out=(way,))
         yield TensorUse(name, layer, fmt, role, state, because, dtype, shape, fault)
 

@@ -127,6 +127,7 @@ _WEIGHTS_INT4 = {
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, 4 + (16 + 4) / 64),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, 8),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4 + 8 / 16),
+        ({"quant_method": "modelopt_fp4", "quant_algo": "NVFP4"}, 4 + 8 / 16),
         (
             {
                 "quant_method": "compressed-tensors",

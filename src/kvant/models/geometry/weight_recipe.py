@@ -230,6 +230,7 @@ _READERS: Mapping[str, Callable[[Fields], Recipe | NoRecipe | None]] = {
     "gptq": _gptq,
     "awq": _awq,
     "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
     **dict.fromkeys(COMPRESSED_TENSORS, _compressed_tensors),
 }
 

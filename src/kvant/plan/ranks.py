@@ -77,7 +77,7 @@ def divide(
             found = None
             if isinstance(recipe, Recipe):
                 found = recipe.stored_bytes(weight)
-            elif narrow is not None and (fmt := narrow(weight, weight.rows, weight.columns)):
+            elif narrow is not None and (fmt := narrow(weight, weight.columns)):
                 found = weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)
             return weight.numel * element if found is None else found
 
@@ -113,14 +113,14 @@ def _narrow_formats(
     if asked is not None:
         layers = place_of_layers(target.geometry)
 
-        def rounded(weight: Weight, _rows: int, columns: int) -> WeightFormat | None:
+        def rounded(weight: Weight, columns: int) -> WeightFormat | None:
             return format_of(asked, columns) if rounds(weight, layers) else None
 
         return rounded
     if stored is None:
         return None
 
-    def kept(weight: Weight, _rows: int, _columns: int) -> WeightFormat | None:
+    def kept(weight: Weight, _columns: int) -> WeightFormat | None:
         scheme = stored.scheme(weight.name) if weight.is_product else None
         return None if scheme is None else scheme.format
 

@@ -30,8 +30,8 @@ class Division:
     replicated: tuple[str, ...]
 
 
-FormatOf = Callable[[Weight, int, int], WeightFormat | None]
-"""Maps a weight, and a rank's numbers of outputs and inputs, to its narrow format; None if it is wide."""
+FormatOf = Callable[[Weight, int], WeightFormat | None]
+"""Maps a weight, and a rank's number of its inputs, to its narrow format; None if it is wide."""
 
 
 Named = tuple[str, tuple[int, ...]]
@@ -121,9 +121,9 @@ def _refuse_narrow(
             if cut is None:
                 continue
             along = cut.dim % 2
-            held = weight.columns if along == 0 else cut.length
             rows = cut.length if along == 0 else weight.rows
-            fmt = format_of(weight, rows, held)
+            columns = weight.columns if along == 0 else cut.length
+            fmt = format_of(weight, columns)
             if fmt is None:
                 continue
             shared = fmt.rows if along == 0 else fmt.columns
@@ -135,7 +135,7 @@ def _refuse_narrow(
             if any(end % unit for end in ends) and not within:
                 what = "inputs" if along else "outputs"
                 return f"ranks would cut groups of {unit} {what} of {weight.name} ({fmt.summary})"
-            refusal = fmt.refuse(rows, held)
+            refusal = fmt.refuse(rows, columns)
             if refusal is not None:
                 return f"a rank's part of {weight.name} has no products: {refusal}"
     return None

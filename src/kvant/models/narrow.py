@@ -30,13 +30,13 @@ from kvant.models.sharding.cuts import Cut
 from kvant.models.sharding.divide import is_tied
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import ONE_FORMAT, Stored
-from kvant.models.stored_experts import StoredExperts, read_tensor
+from kvant.models.stored_experts import StoredExperts, find_part, read_tensor
 from kvant.models.weights import WIDE_BYTES
 from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
 from kvant.weights.dialects import check_scales, read, read_order
 from kvant.weights.format import FP8_CHANNEL, FP8_TENSOR, WHOLE, Dialect, Scheme, WeightFormat
 from kvant.weights.linear import NarrowEmbedding, NarrowLinear, named_tensors
-from kvant.weights.parts import Role, check_part, parts_of
+from kvant.weights.parts import Role, parts_of
 
 _METHOD = "kvant"
 _DTYPES = {
@@ -386,20 +386,17 @@ def await_stored(
                 why=refusal,
                 ways_out=(COMPARE_CONFIG,),
             )
-        layer = names.in_files(name)
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         of, whole = cut.get(f"{name}.weight", (None, (rows, columns)))
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for short, wanted in parts_of(scheme, whole[0], whole[1]).items():
-            entry = entries.get(f"{layer}.{short}")
-            shape = None if entry is None else tuple(entry.shape)
-            check_part(f"{layer}.{short}", wanted, None if entry is None else entry.dtype, shape)
+            entry = find_part(f"{names.in_files(name)}.{short}", wanted, entries)
             if entry is None:
                 continue
-            assert shape is not None
-            found[short] = entry.dtype, _held(scheme, short, shape, (whole[0], whole[1]), of)
+            held = _held(scheme, short, tuple(entry.shape), (whole[0], whole[1]), of)
+            found[short] = entry.dtype, held
             if wanted.is_scale:
-                found_scales = read_tensor(home[entry.name], entry.name)
-                check_scales(entry.name, found_scales, wanted.ways_out)
+                scales = read_tensor(home[entry.name], entry.name)
+                check_scales(entry.name, scales, wanted.ways_out)
             if wanted.role is Role.ORDER:
                 read_order(entry.name, read_tensor(home[entry.name], entry.name), scheme)
         if isinstance(part, nn.Embedding):

@@ -23,7 +23,7 @@ from kvant.models.stored import Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, decode, join
 from kvant.weights.dialects import check_scales, read, read_experts, read_order
 from kvant.weights.format import Dialect, Scheme
-from kvant.weights.parts import Role, check_part, expert_parts, parts_of
+from kvant.weights.parts import Part, Role, check_part, expert_parts, parts_of
 
 
 def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = None) -> Tensor:
@@ -35,6 +35,19 @@ def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = No
         source = opened.get_slice(name)
         at = (slice(None),) * (len(source.get_shape()) + cut.dim)
         return torch.cat([source[(*at, slice(start, end))] for start, end in cut.ranges], cut.dim)
+
+
+def find_part(name: str, part: Part, entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
+    """Returns the header's entry of a tensor, None for an optional one that is absent.
+
+    Raises BadCheckpoint for a missing one, and for another shape or dtype.
+    """
+    entry = entries.get(name)
+    if entry is None:
+        check_part(name, part, None, None)
+        return None
+    check_part(name, part, entry.dtype, tuple(entry.shape))
+    return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +163,9 @@ class StoredExperts:
                     for short, part in parts_of(scheme, rows, columns).items()
                 }
             for full, part in wanted.items():
-                entry = entries.get(full)
-                shape = None if entry is None else tuple(entry.shape)
-                check_part(full, part, None if entry is None else entry.dtype, shape)
-                if shape is not None:
-                    files[full], shapes[full] = home[full], shape
+                entry = find_part(full, part, entries)
+                if entry is not None:
+                    files[full], shapes[full] = home[full], tuple(entry.shape)
         return StoredExperts(name, stored.names, schemes, files, shapes, cuts)
 
     def read_into(self, module: NarrowExperts, device: torch.device) -> None:

@@ -323,7 +323,7 @@ def refuse_left(config: Mapping[str, Any]) -> NotServable | None:
             why = "transformers joins experts without the factor that each has"
         elif lists_experts(config) and _is_fp8_in_parts(weights):
             why = "transformers reads scales of experts' whole outputs alone"
-        elif weights.text("type") == "int" and layout in _IN_BYTES:
+        elif weights.text("type") == "int" and layout in (*_IN_BYTES, "float-quantized"):
             if lists_experts(config):
                 why = "transformers cannot join such experts"
             elif group.inside("input_activations") is None and not group.has("format"):
@@ -406,8 +406,10 @@ def _check_words(fields: Fields) -> None:
                 _check_word(section, name, known)
             if section.given("group_size") == 0:
                 raise section.bad("group_size", "a group has at least one input")
+        if weights.is_null("type"):
+            raise weights.bad("type", "it must be a text")
         strategy = weights.text("strategy")
-        if strategy in ("group", "tensor_group") and not weights.has("group_size"):
+        if strategy in ("group", "tensor_group") and weights.given("group_size") in (None, -1):
             raise weights.bad("group_size", "its scales belong to groups of inputs")
         if strategy == "block" and not weights.has("block_structure"):
             raise weights.bad("block_structure", "its scales belong to blocks")

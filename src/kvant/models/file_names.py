@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PRODUCTS = ("gate_up_proj", "down_proj")
+"""transformers' stacks of the matrices of a layer's experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
@@ -38,7 +41,7 @@ class FileNames:
         return path
 
     def of_product(self, product: str) -> tuple[str, ...]:
-        """Returns the matrices whose rows follow one another in a stack, `gate_up_proj` or `down_proj`."""
+        """Returns the matrices whose rows follow one another in a stack of `PRODUCTS`."""
         return (self.down,) if product == "down_proj" else (self.gate, self.up)
 
     def matrix(self, module: str, expert: int, part: str) -> str:

@@ -24,7 +24,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kvant.errors import BadCheckpoint, KvantError, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
-from kvant.models.fused.narrow_experts import PRODUCTS, NarrowExperts, has_stacks, is_experts
+from kvant.models.file_names import PRODUCTS
+from kvant.models.fused.narrow_experts import NarrowExperts, has_stacks, is_experts
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.sharding.cuts import Cut
 from kvant.models.sharding.divide import is_tied

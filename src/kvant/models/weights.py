@@ -16,7 +16,7 @@ from kvant.errors import BadCheckpoint
 from kvant.kv.checkpoint.safetensors_header import Header, find_weight_files
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, ModelGeometry
-from kvant.models.file_names import AS_MODULES, FileNames
+from kvant.models.file_names import AS_MODULES, PRODUCTS, FileNames
 from kvant.models.geometry.draft import draft_weights
 from kvant.models.geometry.families import (
     decoder_weights,
@@ -229,7 +229,7 @@ def probed_weights(
     """
     for weight in _of_parameters(parameters, place_of_layers(geometry), drops=False):
         module, _, product = weight.name.rpartition(".")
-        if weight.kind is not WeightKind.EXPERT or product not in _PRODUCTS:
+        if weight.kind is not WeightKind.EXPERT or product not in PRODUCTS:
             yield replace(weight, name=names.in_files(weight.name))
             continue
         matrices = names.of_product(product)
@@ -237,10 +237,6 @@ def probed_weights(
             yield replace(
                 weight, name=names.matrix(module, 0, one), rows=weight.rows // len(matrices)
             )
-
-
-_PRODUCTS = ("gate_up_proj", "down_proj")
-"""transformers' stacks of all experts of a layer."""
 
 
 def _of_parameters(

@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kvant.models.file_names import PRODUCTS
 from kvant.models.fused.experts import Clamp, ExpertKernels, Experts, GateOrder, TorchExperts
 from kvant.models.fused.routing import Routing
 from kvant.weights.codecs import NarrowStack, NarrowWeight
 from kvant.weights.format import WeightFormat
 from kvant.weights.linear import awaited_tensors, named_tensors
-
-PRODUCTS = ("gate_up_proj", "down_proj")
 
 
 def has_stacks(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from kvant.models.stored import (
     Stored,
     declares_weights,
     decoded_here,
-    numbers_of_experts,
+    gate_up_numel,
     read_blocks,
     read_stored,
     refuse_rounding,
@@ -69,7 +69,7 @@ class ForwardFacts:
         head = min(hidden * self.geometry.vocab_size, MOST_DECODED) if rounds_head else 0
         never = self.batch_invariant or self.rounds_for_experts
         decodes = self.device.arch == "sm_90" and not never
-        experts = min(numbers_of_experts(self.config), MOST_DECODED) if decodes else 0
+        experts = min(gate_up_numel(self.config), MOST_DECODED) if decodes else 0
         return 2 * max(of_layers, head, experts)
 
     @property

@@ -79,7 +79,10 @@ def chosen_layers(
 
 
 def _holds_numbers(part: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is a linear layer. Those of 0 shared experts have no numbers, and stay as they are."""
+    """Returns whether a module is a linear layer with numbers.
+
+    Those of 0 shared experts have none, and stay as they are.
+    """
     return type(part) is nn.Linear and part.weight.numel() > 0
 
 
@@ -308,19 +311,19 @@ class NarrowConfig(QuantizationConfigMixin):
             narrow = part.narrow(name)
             new: nn.Module = narrow
             if self._widened is not None:
-                new = _widened(narrow, self._widened)
+                new = _decoded(narrow, self._widened)
             if part is table:
                 new = self._as_embedding(model, new, head if tied else None)
             model.set_submodule(name, new)
         if self._asked is not None and not self._cut and is_tied(model):
             _round_tied_head(model, self._asked)
-        for name, files in self._experts.items():
+        for name, experts in self._experts.items():
             made = model.get_submodule(name)
             assert isinstance(made, NarrowExperts)
             if self._widened is None:
-                files.read_into(made, model.device)
+                experts.read_into(made, model.device)
                 continue
-            files.decode_into(self._wide[name], made.shapes, model.device, self._widened)
+            experts.decode_into(self._wide[name], made.shapes, model.device, self._widened)
             model.set_submodule(name, self._wide[name])
 
     @property
@@ -436,7 +439,7 @@ def _shape(part: nn.Module) -> tuple[int, int]:
     return part.out_features, part.in_features
 
 
-def _widened(narrow: NarrowLinear, dtype: torch.dtype) -> nn.Linear:
+def _decoded(narrow: NarrowLinear, dtype: torch.dtype) -> nn.Linear:
     """Returns an ordinary linear layer with the decoded weight in `dtype`."""
     made = nn.Linear(narrow.in_features, narrow.out_features, bias=False, device="meta")
     made.weight = nn.Parameter(decode(narrow.narrow, dtype), requires_grad=False)

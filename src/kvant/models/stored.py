@@ -89,9 +89,9 @@ class Stored:
 
     groups: (which layers' names match, None for all; their scheme). The first match decides. left_alone:
     matches names of layers without narrow weights. activations: the checkpoint's words about activations,
-    "" for none. rounding: how products follow it; None if they cannot. words: other names of the formats.
-    exceptions: the field of the quantization_config that lists layers without narrow weights. names: of
-    layers and experts in the files.
+    "" for none. words: the summary, "" if the formats say it. rounding: how products follow the activations;
+    None if they cannot. ignore_field: the field of quantization_config that lists layers without narrow
+    weights. names: of layers and experts in the files.
     """
 
     groups: tuple[tuple[Callable[[str], bool] | None, Scheme], ...]
@@ -99,16 +99,16 @@ class Stored:
     activations: str = ""
     words: str = ""
     rounding: Activations | None = None
-    exceptions: str = "ignore"
+    ignore_field: str = "ignore"
     names: FileNames = AS_MODULES
 
     def leave_alone(self, layer: str) -> WayOut:
         """Returns the way out for a layer with 16-bit weights that the declaration makes narrow."""
         entry = f'"{layer}"'
-        if self.exceptions == "dynamic":
+        if self.ignore_field == "dynamic":
             entry = json.dumps({f"-:{re.escape(layer)}$": {}})[1:-1]
         return WayOut(
-            f"if it is meant to be wide, add {entry} to quantization_config.{self.exceptions}"
+            f"if it is meant to be wide, add {entry} to quantization_config.{self.ignore_field}"
         )
 
     @property
@@ -448,13 +448,13 @@ def _with_experts(model: Fields, fields: Fields, method: str) -> Stored | NotSto
     if isinstance(found, NotStored):
         return found
     groups = tuple(
-        (chosen, replace(scheme, no_product=scheme.no_product or _no_experts(model, scheme)))
+        (chosen, replace(scheme, no_product=scheme.no_product or _refuse_experts(model, scheme)))
         for chosen, scheme in found.groups
     )
     return replace(found, groups=groups, names=names)
 
 
-def _no_experts(model: Fields, scheme: Scheme) -> str:
+def _refuse_experts(model: Fields, scheme: Scheme) -> str:
     """Returns why no product of experts multiplies by weights of a scheme, "" if one does."""
     fmt = scheme.format
     if model.text("hidden_act") not in (None, "silu", "swish"):
@@ -535,9 +535,9 @@ def read_blocks(config: Mapping[str, Any]) -> Stored | None:
         (found.__contains__, Scheme(Dialect.GGUF, BLOCK_TYPES[kind].format))
         for kind, found in kept.items()
     )
-    shown = ", ".join(f"{kind} ({len(found)})" for kind, found in kept.items())
+    counts = ", ".join(f"{kind} ({len(found)})" for kind, found in kept.items())
     wide = [f"{kind} ({len(found)})" for kind, found in names.items() if kind not in kept]
-    words = f"matrices that run as they are stored: {shown or 'none'}"
+    words = f"matrices that run as they are stored: {counts or 'none'}"
     if wide:
         words += f"; imported as float32: {', '.join(wide)}"
     return Stored(groups, lambda _: False, words=words)
@@ -549,8 +549,8 @@ def lists_experts(config: Mapping[str, Any]) -> bool:
     return any(section.get(field) for section in sections for field in EXPERT_FIELDS)
 
 
-def numbers_of_experts(config: Mapping[str, Any]) -> int:
-    """Returns how many numbers the gates and ups of a layer's experts have; 0 if no prompt decodes them.
+def gate_up_numel(config: Mapping[str, Any]) -> int:
+    """Returns the number of elements of a layer's experts' gates and ups; 0 if no prompt decodes them.
 
     Clamped experts, those of gpt-oss, are decoded in tiles alone.
     """
@@ -601,7 +601,7 @@ def _gptq(fields: Fields) -> Stored | NotStored:
         if isinstance(scheme, NotStored):
             return scheme
         groups.append((chosen, scheme))
-    return Stored(tuple(groups), gptq_left_alone(fields), exceptions="dynamic")
+    return Stored(tuple(groups), gptq_left_alone(fields), ignore_field="dynamic")
 
 
 def _gptq_scheme(fields: Fields) -> Scheme | NotStored:
@@ -762,7 +762,7 @@ def _whole(
     """Reads which layers have no narrow weights: the head, and those in the fields of `lists`."""
     name = next((one for one in lists if fields.has(one)), lists[0])
     left = names_left_alone(fields, lists)
-    return Stored(((None, scheme),), left, said, rounding=rounding, exceptions=name)
+    return Stored(((None, scheme),), left, said, rounding=rounding, ignore_field=name)
 
 
 _READERS: Mapping[str, Callable[[Fields], Stored | NotStored]] = {

@@ -64,7 +64,7 @@ def divide(
     ranks cannot divide.
     """
     geometry, whole, ranks = target.geometry, target.weights, request.tensor_parallel_size
-    stored = _stored(request, target)
+    stored = _kept_narrow(request, target)
     narrow = _narrow_formats(request, target, stored)
     element = ELEMENT_BYTES[target.kv.compute_dtype]
     sized = [(one, math.prod(one[1]) * element) for one in target.parameters]
@@ -127,7 +127,7 @@ def _narrow_formats(
     return kept
 
 
-def _stored(request: PlanRequest, target: PlannedModel) -> Stored | None:
+def _kept_narrow(request: PlanRequest, target: PlannedModel) -> Stored | None:
     """Returns how the files store weights that stay narrow; None if none does.
 
     Raises NotServable for narrow weights that do not run as they are stored.

@@ -243,9 +243,7 @@ def decoded_here(config: Mapping[str, Any]) -> Stored | None:
 
 def declared_activations(config: Mapping[str, Any]) -> str:
     """Returns what a checkpoint with narrow weights declares about activations, "" for nothing."""
-    if not declares_weights(config):
-        return ""
-    found = _declared(config)
+    found = declared_weights(config)
     return found.activations if isinstance(found, Stored) else ""
 
 
@@ -726,30 +724,26 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
             return Scheme(Dialect.INT_QUANTIZED, INT8_CHANNEL)
         if layout == "pack-quantized":
             return Scheme(Dialect.PACK_QUANTIZED, INT8_CHANNEL)
-    reason = f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
-    if kind == "int" and 2 <= bits <= 8 and layout in _IN_BYTES:
-        blocks = {"tensor": (WHOLE, WHOLE), "channel": (1, WHOLE), "group": (1, group)}
-        rows, columns = blocks.get(strategy or "", (1, None))
-        if columns is None or columns < 0:
-            return NotStored(reason)
-        fmt = WeightFormat(f"int{bits}", Code.INT8, rows, columns, Scale.FLOAT16, not symmetric)
-        return Scheme(Dialect.INT_QUANTIZED, fmt, no_product=reason)
-    if kind == "int" and 2 <= bits <= 8 and layout == "pack-quantized":
-        found: Scheme | NotStored = NotStored(reason)
-        if strategy == "group" and bits == 4:
-            found = _int4(Dialect.PACK_QUANTIZED, group, zero_points=not symmetric)
-        elif strategy == "group" and bits == 8 and symmetric:
-            found = _grouped(Dialect.PACK_QUANTIZED, "int8", Code.INT8, group)
-        is_known = strategy == "channel" or (
-            strategy == "group" and group is not None and group > 0
-        )
-        if isinstance(found, NotStored) and is_known:
-            size = WHOLE if strategy == "channel" else group
-            assert size is not None
-            fmt = WeightFormat(f"int{bits}", Code.INT8, 1, size, Scale.FLOAT16, not symmetric)
-            return Scheme(Dialect.PACK_QUANTIZED, fmt, packed_bits=bits, no_product=found.reason)
+    found: Scheme | NotStored = NotStored(
+        f"Kvant has no products for {bits}-bit {kind} weights by {strategy} in {shown(layout)}"
+    )
+    is_packed = layout == "pack-quantized"
+    if kind != "int" or not 2 <= bits <= 8 or not (is_packed or layout in _IN_BYTES):
         return found
-    return NotStored(reason)
+    if is_packed and strategy == "group" and bits == 4:
+        found = _int4(Dialect.PACK_QUANTIZED, group, zero_points=not symmetric)
+    elif is_packed and strategy == "group" and bits == 8 and symmetric:
+        found = _grouped(Dialect.PACK_QUANTIZED, "int8", Code.INT8, group)
+    blocks = {"channel": (1, WHOLE), "group": (1, group)}
+    if not is_packed:
+        blocks["tensor"] = WHOLE, WHOLE
+    rows, columns = blocks.get(strategy or "", (1, None))
+    if isinstance(found, Scheme) or columns is None or columns < 0:
+        return found
+    # Integers that no product takes are decoded as codes of 8 bits.
+    fmt = WeightFormat(f"int{bits}", Code.INT8, rows, columns, Scale.FLOAT16, not symmetric)
+    dialect, packed = (Dialect.PACK_QUANTIZED, bits) if is_packed else (Dialect.INT_QUANTIZED, 0)
+    return Scheme(dialect, fmt, packed_bits=packed, no_product=found.reason)
 
 
 def _whole(

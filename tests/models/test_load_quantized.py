@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -31,7 +32,7 @@ from kvant.models.quantized import check_nothing_quantises_kv
 from kvant.models.quiet import quiet_transformers
 from kvant.plan.plan import PlanRequest
 from tests.attention import driver
-from tests.models import loading, tiny
+from tests.models import loading, tiny, tiny_narrow
 from tests.models.tiny_quantized import (
     build_fp8,
     build_mxfp4,
@@ -195,33 +196,73 @@ def test_fp8_weights_are_decoded_into_the_dtype_that_is_computed_in(tmp_path: Pa
     assert_logits_are_those_of(decoded, path)
 
 
-@pytest.mark.parametrize("side", [16, 24])
-def test_blocks_that_transformers_would_cut_elsewhere_are_refused(
-    side: int, tmp_path: Path
-) -> None:
-    """transformers takes 2 scales for 32 rows as blocks of 16 rows, also where blocks have 24."""
-    path, decoded = build_fp8(tmp_path)
+def build_blocks(
+    directory: Path, side: int, *, by_transformers: bool
+) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint with a scale for each block of side x side, that transformers or its library decodes."""
+    path, decoded = build_fp8(directory)
     stored = load_file(path / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    for name in [name for name in stored if name.endswith("_scale_inv")]:
-        weight = name.removesuffix("_scale_inv")
+    for old in [name for name in stored if name.endswith("_scale_inv")]:
+        del stored[old]
+        weight = old.removesuffix("_scale_inv")
         rows, columns = stored[weight].shape
         scales = torch.rand(-(-rows // side), -(-columns // side), generator=generator) + 0.5
         whole = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)[:rows, :columns]
-        stored[name], decoded[weight] = scales, stored[weight].float() * whole
+        decoded[weight] = stored[weight].float() * whole
+        stored[f"{weight}_scale_inv" if by_transformers else f"{weight}_scale"] = scales
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [side, side]
+    if by_transformers:
+        config["quantization_config"]["weight_block_size"] = [side, side]
+    else:
+        weights = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "block",
+            "block_structure": [side, side],
+        }
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+            "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+        }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
-    if side == 16:
-        assert_logits_are_those_of(decoded, path)
-        return
+    return path, decoded
+
+
+@pytest.mark.parametrize(("side", "by_transformers"), [(16, True), (16, False), (24, False)])
+def test_blocks_of_any_size_are_decoded(side: int, by_transformers: bool, tmp_path: Path) -> None:
+    path, decoded = build_blocks(tmp_path, side, by_transformers=by_transformers)
+    assert_logits_are_those_of(decoded, path)
+
+
+def test_blocks_that_transformers_would_cut_elsewhere_are_refused(tmp_path: Path) -> None:
+    """transformers takes 2 scales for 32 rows as blocks of 16 rows, also where blocks have 24."""
+    path, _ = build_blocks(tmp_path, 24, by_transformers=True)
     request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=ComputeDtype.FLOAT32)
-    planned = plan_of(request, weights=True)
-    assert not planned.can_run
+    assert not plan_of(request, weights=True).can_run
     with pytest.raises(BadCheckpoint, match="has the shape") as refused:
         LLM(path, dtype="float32")
     assert "24 x 24 does not divide it" in (refused.value.why or "")
+
+
+@pytest.mark.parametrize("dialect", ["ct fp8 channel", "ct int4"])
+@pytest.mark.parametrize("layout", [None, "dense"])
+def test_codes_in_a_layout_of_numbers_are_refused(
+    dialect: str, layout: str | None, tmp_path: Path
+) -> None:
+    path, _ = tiny_narrow.build(tmp_path, dialect)
+    config = json.loads((path / "config.json").read_text())
+    declared = config["quantization_config"]
+    for section in (declared, *declared["config_groups"].values()):
+        section.pop("format", None)
+    if layout is not None:
+        declared["format"] = layout
+    (path / "config.json").write_text(json.dumps(config))
+    request = PlanRequest(str(path), DeviceFacts(DeviceKind.CPU), dtype=ComputeDtype.FLOAT32)
+    assert not plan_of(request, weights=True).can_run
+    with pytest.raises(BadCheckpoint, match="holds codes"):
+        LLM(path, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -168,12 +168,14 @@ class NotStored:
     """The reason why a checkpoint's narrow weights must be decoded.
 
     scales: names behind a layer's of the tensor that transformers reads as its scales; () if unknown.
-    block: rows and columns that share a scale, as declared; () if unknown.
+    block: rows and columns that share a scale, as declared; () if unknown. no_codes: why files must not hold
+    codes; "" if they may.
     """
 
     reason: str
     scales: tuple[str, ...] = ()
     block: tuple[int, ...] = ()
+    no_codes: str = ""
 
 
 def read_stored(
@@ -660,6 +662,10 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored:
     declared: list[str] = []
     rounded: set[Activations | None] = set()
     for group, weights, layout in linear_groups(fields):
+        if layout in ("", "dense"):
+            said = f"the format {shown(layout)}" if layout else "no format"
+            why = f"quantization_config has {said}, so files hold numbers"
+            return NotStored(why, no_codes=why)
         scheme = _scheme(weights, layout)
         if isinstance(scheme, NotStored):
             return scheme
@@ -709,7 +715,7 @@ def _scheme(weights: Fields, layout: str) -> Scheme | NotStored:
         if strategy == "block":
             block = tuple(weights.integers("block_structure", least=1) or ())
             if block != (128, 128):
-                return NotStored(f"blocks of {shown(block)} are not 128 x 128", block=tuple(block))
+                return NotStored(f"blocks of {shown(block)} are not 128 x 128")
             return Scheme(Dialect.FLOAT_QUANTIZED, FP8_BLOCK)
         formats = {"tensor": FP8_TENSOR, "channel": FP8_CHANNEL}
         if strategy in formats:

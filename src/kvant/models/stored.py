@@ -7,6 +7,7 @@ it. Other quantised checkpoints are decoded by transformers while they are loade
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -140,10 +141,7 @@ class Stored:
 
         Declarations name layers as files do.
         """
-        name = self.names.in_files(name)
-        if self.left_alone(name):
-            return None
-        return next((s for chosen, s in self.groups if chosen is None or chosen(name)), None)
+        return _scheme_of(self, self.names.in_files(name))
 
     def refuse_expert(self, matrix: str) -> str | None:
         """Returns why an expert's matrix cannot be used beside its layer's other experts; None if it can.
@@ -163,19 +161,27 @@ class Stored:
         return None if own == self.scheme(first) else f"{first} has another format"
 
 
+@functools.lru_cache(maxsize=64)  # hundreds of experts are compared with the same two matrices
+def _scheme_of(stored: Stored, path: str) -> Scheme | None:
+    """Implements `Stored.scheme` for a path in files. Patterns of a declaration may be many."""
+    if stored.left_alone(path):
+        return None
+    return next((s for chosen, s in stored.groups if chosen is None or chosen(path)), None)
+
+
 @dataclass(frozen=True, slots=True)
 class NotStored:
     """The reason why a checkpoint's narrow weights must be decoded.
 
     scales: names behind a layer's of the tensor that transformers reads as its scales; () if unknown.
-    block: rows and columns that share a scale, as declared; () if unknown. no_codes: why files must not hold
-    codes; "" if they may.
+    block: rows and columns that share a scale, as declared; () if unknown. holds_numbers: files must not hold
+    codes.
     """
 
     reason: str
     scales: tuple[str, ...] = ()
     block: tuple[int, ...] = ()
-    no_codes: str = ""
+    holds_numbers: bool = False
 
 
 def read_stored(
@@ -664,8 +670,9 @@ def _compressed_tensors(fields: Fields) -> Stored | NotStored:
     for group, weights, layout in linear_groups(fields):
         if layout in ("", "dense"):
             said = f"the format {shown(layout)}" if layout else "no format"
-            why = f"quantization_config has {said}, so files hold numbers"
-            return NotStored(why, no_codes=why)
+            return NotStored(
+                f"quantization_config has {said}, so files hold numbers", holds_numbers=True
+            )
         scheme = _scheme(weights, layout)
         if isinstance(scheme, NotStored):
             return scheme

@@ -711,7 +711,7 @@ def _other(
     )
     if isinstance(use.declared, NotStored):
         state, because = TensorState.USED, f"left to transformers: {use.declared.reason}"
-        if role is Role.CODES and use.declared.no_codes:
+        if role is Role.CODES and use.declared.holds_numbers:
             state, fault = TensorState.WRONG, _holds_codes(name, use.declared)
     elif role is Role.INPUT_SCALES:
         because = _unrounded(use)
@@ -743,7 +743,7 @@ def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -
             because = f"the scales that transformers reads as {scales[0]} are missing"
             state, what = TensorState.WRONG, f"the tensor {layer}.{scales[0]} is missing"
             fault = BadCheckpoint(what, why=f"{name} holds codes", ways_out=(COPY_AGAIN,))
-        elif name.endswith(".weight") and use.declared.no_codes:
+        elif name.endswith(".weight") and use.declared.holds_numbers:
             state, fault = TensorState.WRONG, _holds_codes(name, use.declared)
         elif name.endswith(".weight") and (wrong := _uneven(shape, use.declared.block)):
             because, state = wrong, TensorState.WRONG
@@ -770,7 +770,7 @@ def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -
 
 
 def _holds_codes(name: str, declared: NotStored) -> BadCheckpoint:
-    return BadCheckpoint(f"{name} holds codes", why=declared.no_codes, ways_out=(COMPARE_CONFIG,))
+    return BadCheckpoint(f"{name} holds codes", why=declared.reason, ways_out=(COMPARE_CONFIG,))
 
 
 def _uneven(shape: tuple[int, ...], block: tuple[int, ...]) -> str:

@@ -93,7 +93,7 @@ def _rotated_halves(
     place = token.to(tl.int64)
     if BY_POSITION:
         place = tl.load(positions + token, mask=there, other=0)
-    mask = there[:, None] & (c < HALF)[None, :]
+    mask = there[:, None]
     angles = place[:, None] * HALF + c[None, :]
     a = tl.load(cos + angles, mask=mask, other=1.0).to(tl.float32)
     b = tl.load(sin + angles, mask=mask, other=0.0).to(tl.float32)
@@ -124,8 +124,9 @@ def rotate_and_store(
     """Program: ROWS rows of q, of K or of V; a row is one token and head.
 
     qkv: [T, (Q_STEP * Q_HEADS + 2 HEADS) * HEAD] by its stride; every Q_STEP-th head is one of q. cos, sin:
-    [.., ROTARY / 2], indexed by position if BY_POSITION, else by token. q_out: [T, Q_HEADS, HEAD]. Other
-    arguments: as in `store_rows`. AHEAD: starts while the previous kernel runs.
+    [.., ROTARY / 2], indexed by position if BY_POSITION, else by token. q_out: [T, Q_HEADS, HEAD]. HALVES:
+    whole heads turn, as `_rotated_halves` does. Other arguments: as in `store_rows`. AHEAD: starts while the
+    previous kernel runs.
     """
     if AHEAD:
         gdc_launch_dependents()

@@ -25,7 +25,7 @@ from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.stored import _EXPERTS_APART, _ROUNDED, names_in_files
 from kvant.models.weights import probed_weights
-from kvant.plan.plan import PlanRequest
+from kvant.plan.plan import Plan, PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.weights.codecs import decode, encode
 from kvant.weights.linear import NarrowLinear
@@ -203,18 +203,25 @@ def test_a_plan_leaves_out_codes_of_layers_that_predict_further_tokens(tmp_path:
     assert plan_of(request).target.weights.bytes == expected
 
 
+def plan_with(path: Path, wide: dict[str, Tensor], part: str) -> Plan:
+    """Replace the tensors whose names have this part by wide ones; return the plan, which reads them all."""
+
+    def widen(tensors: dict[str, Tensor]) -> None:
+        for name in [one for one in tensors if part in one]:
+            del tensors[name]
+        tensors |= {name: one for name, one in wide.items() if part in name}
+
+    planned = plan_of(PlanRequest(str(change(path, widen)), GPU, dtype=ComputeDtype.BFLOAT16))
+    assert planned.audit is not None
+    planned.audit.check()
+    return planned
+
+
 def test_wide_experts_in_one_tensor_stay_wide_beside_narrow_layers(tmp_path: Path) -> None:
     path, exact, _ = build_nested(tmp_path, "qwen3_vl_moe")
     stacks = load_file(exact / "model.safetensors")
 
-    def join(tensors: dict[str, Tensor]) -> None:
-        for name in [one for one in tensors if ".experts." in one]:
-            del tensors[name]
-        tensors |= {name: one for name, one in stacks.items() if ".experts." in name}
-
-    planned = plan_of(PlanRequest(str(change(path, join)), GPU, dtype=ComputeDtype.BFLOAT16))
-    assert planned.audit is not None
-    planned.audit.check()
+    planned = plan_with(path, stacks, ".experts.")
     model = loading.load_as_on_gpu(path, planned.target.geometry, FUSED)
     wide = loading.load_as_on_gpu(exact, planned.target.geometry, FUSED, is_narrow=False)
     expected = logits(wide)
@@ -302,14 +309,7 @@ def test_layers_beside_experts_are_declared_by_their_names_in_files(tmp_path: Pa
     config["quantization_config"]["ignore"].append("re:.*shared_mlp.*")
     (path / "config.json").write_text(json.dumps(config))
 
-    def widen(tensors: dict[str, Tensor]) -> None:
-        for name in [one for one in tensors if "shared_mlp" in one]:
-            del tensors[name]
-        tensors |= {name: one for name, one in numbers.items() if "shared_mlp" in name}
-
-    planned = plan_of(PlanRequest(str(change(path, widen)), GPU, dtype=ComputeDtype.BFLOAT16))
-    assert planned.audit is not None
-    planned.audit.check()
+    planned = plan_with(path, numbers, "shared_mlp")
     geometry = planned.target.geometry
     listed = probed_weights(planned.target.parameters, geometry, _EXPERTS_APART["hy_v3"])
     beside = {f"{one.name}.weight" for one in listed if "shared" in one.name}

@@ -6,7 +6,7 @@ likeliest tokens (their root mean square) over the spread of all tokens' (their 
 The bounds hold for nine of ten tokens. They were chosen on a CPU, with these models in bfloat16: through
 transformers' modules, through Kvant's own decoder with decoded weights, and with Triton's kernels in its
 interpreter. `steer` gives routers choices that rounding does not move, but for about one token in a hundred.
-The 90th percentile of the errors was:
+The 90th percentile of the errors of greedy answers was:
 
     bfloat16, fp8 and rounded weights                    at most 0.037
     bfloat16, random codes of 4 bits                     at most 0.050
@@ -15,6 +15,9 @@ The 90th percentile of the errors was:
     one of four scales of one of four experts is wrong   0.04 to 0.23
     scales of all experts are transposed                 at least 0.19
     two experts are exchanged                            at least 0.61
+
+Answers are sampled: greedy ones repeat a few tokens, and one that rounding moves then counts many times.
+The 90th percentile of sampled answers was at most 0.027 on a CPU.
 
 In float32 on a CPU the same comparison gives errors below 5e-5.
 """
@@ -226,18 +229,18 @@ def measure(path: Path, model: Any, case: Case) -> dict[str, float]:
 
     def wish(count: int, **more: Any) -> SamplingParams:
         return SamplingParams(
-            temperature=0.0, ignore_eos=True, logprobs=TOP, max_tokens=count, **more
+            temperature=1.0, seed=0, ignore_eos=True, logprobs=TOP, max_tokens=count, **more
         )
 
     by_rows: dict[str, list[float]] = {}
-    (alone,) = llm.generate(prompts[:1], wish(24, prompt_logprobs=TOP))
+    (alone,) = llm.generate(prompts[:1], wish(64, prompt_logprobs=TOP))
     assert alone.logprobs is not None
     assert alone.prompt_logprobs is not None
     rows, count = expected(prompts[0], alone.token_ids), case.lengths[0]
     by_rows[f"prompt of {count}"] = errors(enumerate(alone.prompt_logprobs[1:]), rows)
     by_rows["1 row"] = errors(enumerate(alone.logprobs, count - 1), rows)
     several = by_rows[f"{len(prompts)} rows"] = []
-    for prompt, one in zip(prompts, llm.generate(prompts, wish(12)), strict=True):
+    for prompt, one in zip(prompts, llm.generate(prompts, wish(24)), strict=True):
         assert one.logprobs is not None
         rows = expected(prompt, one.token_ids)
         several += errors(enumerate(one.logprobs, len(prompt) - 1), rows)

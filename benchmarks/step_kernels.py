@@ -23,11 +23,11 @@ from kvant.cli.output import OutFile, write_json
 from kvant.plan.config import EngineOptions, engine_config
 from kvant.plan.settings import Settings
 
-_MARK = "rotate_and_store"
-"""A launch that every layer has once, before its attention."""
+_MARKS = "rotate_and_store", "one_query"
+"""Kernels that every layer launches: one of them, or the second right behind the first."""
 
 _PRODUCTS = "output", "gate_up", "down", "qkv"
-"""A layer's products in the order in which they follow `_MARK`."""
+"""A layer's products in the order in which they follow one of `_MARKS`."""
 
 _NARROW = "few_rows", "wide_rows", "shared_rows"
 """Kernels of narrow products, which may multiply by the head too."""
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A kernel's part of a step. name: with its place behind `rotate_and_store`.
+    """A kernel's part of a step. name: with its place behind its layer's mark.
 
     launches: per step. own_us: per step, from the end of all earlier work to the kernel's end. gap_us: per
     step, in which nothing ran before it. length_us: median length of one launch. early_us: median time for
@@ -68,22 +68,22 @@ def short_name(name: str) -> str:
     return re.split(r"[<(]", plain)[0].rsplit("::", 1)[-1] or name
 
 
-def placed(pieces: Iterable[Piece], mark: str = _MARK) -> list[Piece]:
-    """Returns pieces in order of their begins, each name followed by "#" and how often it ran since `mark`.
+def placed(pieces: Iterable[Piece]) -> list[Piece]:
+    """Returns pieces in order of their begins, each name followed by "#" and how often it ran since a mark.
 
-    Copies and fills keep their names. Where a kernel runs five times, the head is the fourth, behind the last
-    layer: it gets "#head", and the fifth "#4".
+    A mark is a launch of `_MARKS`. Copies and fills keep their names. Where a kernel runs five times, the
+    head is the fourth, behind the last layer: it gets "#head", and the fifth "#4".
     """
     order = sorted(pieces, key=lambda piece: (piece.begin, piece.end))
     behind: list[dict[str, list[int]]] = [defaultdict(list)]
     for place, piece in enumerate(order):
         name = short_name(piece.name)
-        if name == mark:
+        if name in _MARKS:
             behind.append(defaultdict(list))
         behind[-1][name].append(place)
     for launches in behind:
         for name, places in launches.items():
-            plain = name == mark or name.startswith(_UNCOUNTED)
+            plain = name in _MARKS or name.startswith(_UNCOUNTED)
             labels = [str(count + 1) for count in range(len(places))]
             if name in _NARROW and len(places) == 5:
                 labels = ["1", "2", "3", "head", "4"]
@@ -258,13 +258,18 @@ def _record(
     }  # fmt: skip
 
 
-def one_layer(pieces: Sequence[Piece], mark: str = _MARK) -> list[tuple[str, float, float]]:
-    """Returns name, begin and end in microseconds of every launch of one layer, from the end of its `mark`.
+def one_layer(pieces: Sequence[Piece]) -> list[tuple[str, float, float]]:
+    """Returns name, begin and end of every launch of one layer, in microseconds since its first mark ended.
 
-    The layer is the one in the middle; its list ends with the next layer's `mark`.
+    The layer is the one in the middle; its list ends with the next layer's first mark.
     """
-    order = placed(pieces, mark)
-    marks = [place for place, piece in enumerate(order) if piece.name == mark]
+    order = placed(pieces)
+    is_mark = [piece.name in _MARKS for piece in order]
+    marks = [
+        place
+        for place in range(len(order))
+        if is_mark[place] and not (place and is_mark[place - 1])
+    ]
     if len(marks) < 2:
         return []
     first, last = marks[len(marks) // 2 - 1], marks[len(marks) // 2]
@@ -296,7 +301,8 @@ def bytes_of(llm: Any, sequences: int | None, length: int) -> dict[str, int]:
             found[parts[part]] += fmt.matrix_bytes(weight.rows, weight.columns)
     if sequences is not None:
         layers = len(llm.planned.target.geometry.layers)
-        found["paged_attention"] = sequences * length * llm.plan.bytes_per_token // layers
+        read = sequences * length * llm.plan.bytes_per_token // layers
+        found["paged_attention"] = found["one_query"] = read
     return dict(found)
 
 

@@ -63,6 +63,25 @@ def test_launches_are_counted_from_the_mark_of_each_layer() -> None:
     assert one_layer(order)[-1] == ("rotate_and_store", 3, 4)
 
 
+def test_attention_that_rotates_itself_is_a_mark_too() -> None:
+    names = ["one_query", "product", "few", "product", "few"] * 3
+    pieces = [Piece(name, place, place + 1) for place, name in enumerate(names)]
+    assert [one.name for one in placed(pieces)][5:] == [
+        "one_query", "product#1", "few#1", "product#2", "few#2",
+    ] * 2  # fmt: skip
+    assert [name for name, *_ in one_layer(pieces)] == [
+        "one_query", "product#1", "few#1", "product#2", "few#2", "one_query",
+    ]  # fmt: skip
+
+
+def test_rotation_and_the_attention_behind_it_mark_one_layer() -> None:
+    names = ["rotate_and_store", "one_query", "product"] * 3
+    pieces = [Piece(name, place, place + 1) for place, name in enumerate(names)]
+    assert [name for name, *_ in one_layer(pieces)] == [
+        "rotate_and_store", "one_query", "product#1", "rotate_and_store",
+    ]  # fmt: skip
+
+
 def test_the_head_is_the_fourth_of_five_behind_the_last_layer() -> None:
     names = ["rotate_and_store", *["few_rows"] * 4, "rotate_and_store", *["few_rows"] * 5]
     order = placed(Piece(name, place, place + 1) for place, name in enumerate(names))

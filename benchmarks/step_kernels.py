@@ -29,8 +29,8 @@ _MARKS = "rotate_and_store", "one_query"
 _PRODUCTS = "output", "gate_up", "down", "qkv"
 """A layer's products in the order in which they follow one of `_MARKS`."""
 
-_NARROW = "few_rows", "wide_rows", "shared_rows"
-"""Kernels of narrow products, which may multiply by the head too."""
+_OF_HEADS = "few_rows", "wide_rows", "shared_rows", "product"
+"""Kernels of layers' products, which may multiply by the head too."""
 
 _UNCOUNTED = "Mem", "elementwise", "vectorized", "unrolled"
 """Beginnings of names of copies, fills and torch's own kernels."""
@@ -71,8 +71,9 @@ def short_name(name: str) -> str:
 def placed(pieces: Iterable[Piece]) -> list[Piece]:
     """Returns pieces in order of their begins, each name followed by "#" and how often it ran since a mark.
 
-    A mark is a launch of `_MARKS`. Copies and fills keep their names. Where a kernel runs five times, the
-    head is the fourth, behind the last layer: it gets "#head", and the fifth "#4".
+    A mark is a launch of `_MARKS`. Copies and fills keep their names. Where one of `_OF_HEADS` runs once more
+    than in most layers, say five times, the head is the fourth, behind the last layer: it gets "#head", and
+    the fifth "#4".
     """
     order = sorted(pieces, key=lambda piece: (piece.begin, piece.end))
     behind: list[dict[str, list[int]]] = [defaultdict(list)]
@@ -81,12 +82,14 @@ def placed(pieces: Iterable[Piece]) -> list[Piece]:
         if name in _MARKS:
             behind.append(defaultdict(list))
         behind[-1][name].append(place)
+    counts = {name: [len(ran[name]) for ran in behind[1:] if name in ran] for name in _OF_HEADS}
+    usual = {name: statistics.mode(found) for name, found in counts.items() if found}
     for launches in behind:
         for name, places in launches.items():
             plain = name in _MARKS or name.startswith(_UNCOUNTED)
             labels = [str(count + 1) for count in range(len(places))]
-            if name in _NARROW and len(places) == 5:
-                labels = ["1", "2", "3", "head", "4"]
+            if usual.get(name) == len(places) - 1:
+                labels[-2:] = ["head", labels[-2]]
             for place, label in zip(places, labels, strict=True):
                 order[place] = replace(order[place], name=name if plain else f"{name}#{label}")
     return order

@@ -93,6 +93,15 @@ def test_the_head_is_the_fourth_of_five_behind_the_last_layer() -> None:
     assert found["few_rows#4"] == "qkv"
 
 
+def test_the_head_is_found_among_three_products_of_a_layer_too() -> None:
+    layer = ["one_query", "product", "product", "few", "product"]
+    names = [*layer, *layer, *layer[:-1], "product", "product", *layer]
+    order = placed(Piece(name, place, place + 1) for place, name in enumerate(names))
+    assert [one.name for one in order][10:16] == [
+        "one_query", "product#1", "product#2", "few#1", "product#head", "product#3",
+    ]  # fmt: skip
+
+
 def test_a_kernel_that_runs_four_times_a_layer_has_the_layers_products() -> None:
     found = products_of([f"few_rows#{n}" for n in (1, 2, 3, 4)] + ["gate#1", "other#1", "other#2"])
     assert found == {

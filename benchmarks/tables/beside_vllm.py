@@ -19,6 +19,7 @@ CALLS = (
 """Files of calls in which vLLM and Kvant ran on one GPU, one call per KV format."""
 SHAPES = {
     "qwen3-30b-a3b": 1.1,
+    "qwen3-30b-a3b-512": 1.1,
     "qwen3.5-9b": 1.2,
     "qwen3.5-9b-many": 1.2,
     "qwen3.5-9b-512": 1.2,
@@ -30,7 +31,7 @@ SHAPES = {
 }
 """Shapes that both ran on one kind of GPU, and the least ratio of output tokens per second that is wanted.
 
--many, -512: loads of the same shape in another call. -long: likewise, with vLLM and Kvant in different calls.
+-many, -512, -long: loads of the same shape in another call.
 """
 
 

@@ -106,7 +106,7 @@ def window_copies(data: Any) -> Cells:
     return lines
 
 
-COPIED = "h200-loads-qwen3-30b-a3b-512.json"
+COPIED = "h200-loads-qwen3-30b-a3b-copied.json"
 _BEFORE = FILES["qwen3-30b-a3b"]
 
 
@@ -134,6 +134,11 @@ def states_side_by_side(now: Any, before: Any, vllm: Any) -> Cells:
 
 
 @table("steps-as-large", "h200-loads-qwen3.5-9b-512.json", "h200-vllm-qwen3.5-9b-512.json")
+@table(
+    "steps-as-large-experts",
+    "h200-loads-qwen3-30b-a3b-512.json",
+    "h200-vllm-qwen3-30b-a3b-512.json",
+)
 def steps_as_large(ours: Any, vllm: Any) -> Cells:
     """Returns Kvant's loads with two sizes of steps, beside vLLM in the same call."""
     lines = [["engine", "tokens a step", "steps", "tok/s", "over vLLM"]]

@@ -54,6 +54,19 @@ def int4_one_row_cuts(data: Any) -> Cells:
     return lines
 
 
+@table("int4-engine-cuts", "h200-int4-one-row-cuts.json")
+def int4_engine_cuts(data: Any) -> Cells:
+    """Returns output tokens per second of one request, the fastest of an engine's rounds."""
+    lines = [["tiles, warps and blocks ahead", "out tok/s"]]
+    for engine in data["engines"]["seconds"]:
+        cuts = ", ".join(
+            f"{name} {', '.join(map(str, cut))}" for name, cut in engine["cuts"].items()
+        )
+        speed = output_tokens_per_second("1x128/256", engine["seconds"])
+        lines.append([cuts or "the engine's", f"{speed:.0f}"])
+    return lines
+
+
 @table("fp8-prompt-products", "h200-fp8-prompt-products.json")
 def fp8_prompt_products(data: Any) -> Cells:
     kinds = list(dict.fromkeys(one["kind"] for one in data["products"]))
@@ -343,13 +356,35 @@ _ONE_REQUEST = {
 
 @table("step-experts-fp8", "h200-step-experts-fp8.json")
 def step_experts_fp8(data: Any) -> Cells:
+    return _layer(data["row"], data["layers"], _ONE_REQUEST)
+
+
+_GPT_OSS = {
+    "q, k and v": ("product#3",),
+    "attention and rotation": ("one_query",),
+    "output": ("product#1",),
+    "router": ("product#2",),
+    "experts chosen, pairs listed": ("route#1", "list_pairs#1"),
+    "gate and up of experts": ("few#1",),
+    "down of experts": ("few#2",),
+    "experts summed": ("combine#1",),
+}
+
+
+@table("step-gpt-oss", "h200-step-gpt-oss.json")
+def step_gpt_oss(data: Any) -> Cells:
+    (row,) = data["rows"]
+    return _layer(row, data["layers"], _GPT_OSS)
+
+
+def _layer(row: Any, layers: int, parts: dict[str, tuple[str, ...]]) -> Cells:
+    """Returns a layer's parts: their time, what they read, and the time that reading takes at least."""
     lines = [["part", "us a layer", "MB", "us at the bandwidth"]]
-    steps, speed, layers = data["row"]["steps"], data["row"]["tb_s"], data["layers"]
-    kernels = {one["name"]: one for one in steps["kernels"]}
-    for part, names in _ONE_REQUEST.items():
+    kernels = {one["name"]: one for one in row["steps"]["kernels"]}
+    for part, names in parts.items():
         us = sum(kernels[name]["own_us"] for name in names) / layers
         size = sum(kernels[name]["bytes"] or 0 for name in names)
-        read = (f"{size / 1e6:.1f}", f"{size / speed / 1e6:.1f}") if size else ("-", "-")
+        read = (f"{size / 1e6:.1f}", f"{size / row['tb_s'] / 1e6:.1f}") if size else ("-", "-")
         lines.append([part, f"{us:.1f}", *read])
     return lines
 

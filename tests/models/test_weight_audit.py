@@ -535,6 +535,16 @@ def test_a_weight_of_another_shape_is_named_by_plan_and_start(
     _refused_by_both(path, f"{name} has the shape")
 
 
+def test_experts_one_by_one_are_refused_where_transformers_reads_stacks(tmp_path: Path) -> None:
+    families.build("qwen3_vl_moe", tmp_path)
+
+    def part(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors.update(tiny_narrow_experts.apart(name, tensors.pop(name)))
+
+    _refused_by_both(_with(tmp_path, part), "down_proj is missing[^.]*\\n.*each expert by itself")
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -190,7 +190,7 @@ def build_nested(
     numbers: Tensors = {}
     for name, tensor in model.state_dict().items():
         torch.nn.init.normal_(tensor, 0.5 if tensor.ndim == 1 else 0.0, 0.15)
-        for path, matrix in _apart(name, tensor):
+        for path, matrix in apart(name, tensor):
             if matrix.ndim != 2 or not _OF_DECODERS.search(path):
                 stored[path] = matrix.contiguous()
                 continue
@@ -209,7 +209,7 @@ def build_nested(
     return narrow, exact, numbers
 
 
-def _apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def apart(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The matrices of a module of experts, one by one, as views; other tensors as they are."""
     module, _, product = name.rpartition(".")
     parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(product)

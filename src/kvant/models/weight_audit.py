@@ -334,6 +334,10 @@ def _are_names(parameters: Collection[str], tensors: Tensors) -> bool:
 _EMBEDDING = "embeddings with narrow weights are read from GGUF files alone"
 _WIDE_EMBEDDING = WayOut("take a checkpoint whose embedding has 16 bits")
 _APART = WayOut("take a checkpoint that stores each expert by itself")
+_ONE_BY_ONE = (
+    "the files store each expert by itself, and transformers reads this model's experts joined"
+)
+_JOINED_FILES = WayOut("take a checkpoint that stores the experts of a layer in one tensor")
 _TIED = "config.json ties the head to the embedding, and the head's codes would not be used"
 _EVEN = WayOut("take a checkpoint with blocks of 128 x 128, which Kvant decodes itself")
 _UNTIE = WayOut('if the head has its own weight, set "tie_word_embeddings" to false in config.json')
@@ -509,6 +513,10 @@ def _find_lacking(
     for paths in alike.values():
         lacking = [path for path in paths if not is_there(path)]
         (absent if len(lacking) < len(paths) else unsure).extend(lacking)
+    # transformers joins the matrices of experts only if it also writes them one by one.
+    stacks = model.joined.keys() & use.in_files if use.declared is None else set[str]()
+    absent += [path for path in unsure if path in stacks]
+    unsure = [path for path in unsure if path not in stacks]
     at = f"{use.layers}."
     above = use.layers.removesuffix(".layers")
     alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
@@ -548,12 +556,12 @@ def _find_lacking(
             weight.kind is not WeightKind.OTHER or _OF_MODULE.search(last) is not None
         )
         name = f"{path}.weight" if is_module or f"{path}.weight" in use.parameters else path
-        fault = BadCheckpoint(f"{name} is missing", why=INCOMPLETE, ways_out=(COPY_AGAIN,))
-        found.append(
-            TensorUse(
-                name, path, "absent", NUMBERS, TensorState.MISSING, INCOMPLETE, None, None, fault
-            )
-        )
+        why, way = INCOMPLETE, COPY_AGAIN
+        if path in stacks and any(one.startswith(f"{_layer_of(path)}.0.") for one in modules):
+            why, way = _ONE_BY_ONE, _JOINED_FILES
+        fault = BadCheckpoint(f"{name} is missing", why=why, ways_out=(way,))
+        state = TensorState.MISSING
+        found.append(TensorUse(name, path, "absent", NUMBERS, state, why, None, None, fault))
     return found, replace(model, is_whole=model.listed is not None and not absent and not unsure)
 
 

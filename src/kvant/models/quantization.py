@@ -7,7 +7,6 @@ Needs no torch, since plans use it. On a GPU the formats are those of `kvant.wei
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
 
 from kvant.attention.need import DeviceFacts, DeviceKind
@@ -117,36 +116,41 @@ def check_quantization(asked: Quantization, device: DeviceFacts, compute: Comput
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OnGPU:
-    """Which weights a GPU rounds. element_bytes: of an unrounded number. layers: see `rounds`.
-
-    rounds_head: whether the head is rounded too.
-    """
-
-    element_bytes: int
-    layers: str
-    rounds_head: bool
-
-
-def quantized_bytes(
+def bytes_on_gpu(
     asked: Quantization,
     weights: Iterable[Weight],
     tied_head: tuple[int, int] | None,
     *,
-    on_gpu: OnGPU | None = None,
+    layers: str,
+    element_bytes: int,
+    rounds_head: bool,
 ) -> int:
-    """Returns the bytes of all weights in memory.
+    """Returns the bytes of all weights in a GPU's memory.
 
-    on_gpu: None for a CPU, where unrounded weights are float32. tied_head: (outputs, inputs) of a head that
-    shares the embedding; if it is rounded, it is stored beside it.
+    tied_head: (outputs, inputs) of a head that shares the embedding; if rounded, it is stored beside it.
+    layers: see `rounds`. element_bytes: of an unrounded number. rounds_head: whether the head is rounded too.
     """
-    if on_gpu is not None:
-        found = sum(_gpu_bytes(asked, weight, on_gpu) for weight in weights)
-        if tied_head is not None and on_gpu.rounds_head:
-            rows, columns = tied_head
-            found += format_of(asked, columns, is_head=True).matrix_bytes(rows, columns)
-        return found
+    found = 0
+    for weight in weights:
+        is_head = rounds_head and weight.name == "lm_head"
+        if is_head or rounds(weight, layers):
+            fmt = format_of(asked, weight.columns, is_head=is_head)
+            found += weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)
+        else:
+            found += weight.numel * element_bytes
+    if rounds_head and tied_head is not None:
+        rows, columns = tied_head
+        found += format_of(asked, columns, is_head=True).matrix_bytes(rows, columns)
+    return found
+
+
+def bytes_on_cpu(
+    asked: Quantization, weights: Iterable[Weight], tied_head: tuple[int, int] | None
+) -> int:
+    """Returns the bytes of all weights in a CPU's memory, where unrounded ones are float32.
+
+    tied_head: (outputs, inputs) of a head that shares the embedding; it is stored beside it.
+    """
     found = 0
     for weight in weights:
         is_head = weight.name == "lm_head"
@@ -163,11 +167,3 @@ def quantized_bytes(
 def rounds(weight: Weight, layers: str) -> bool:
     """Returns whether rounding a model rounds this weight of its decoder layers. layers: their path."""
     return weight.is_product and weight.name.startswith(f"{layers}.")
-
-
-def _gpu_bytes(asked: Quantization, weight: Weight, on_gpu: OnGPU) -> int:
-    is_head = weight.name == "lm_head" and on_gpu.rounds_head
-    if not is_head and not rounds(weight, on_gpu.layers):
-        return weight.numel * on_gpu.element_bytes
-    fmt = format_of(asked, weight.columns, is_head=is_head)
-    return weight.copies * fmt.matrix_bytes(weight.rows, weight.columns)

@@ -30,7 +30,7 @@ from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.parameters import Weight, WeightKind, embedding, other, vector
 from kvant.models.geometry.weight_methods import with_declaration
 from kvant.models.geometry.weight_recipe import NoRecipe, Recipe, read_recipe
-from kvant.models.quantization import OnGPU, Quantization, quantized_bytes
+from kvant.models.quantization import Quantization, bytes_on_cpu, bytes_on_gpu
 
 ELEMENT_BYTES = {
     ComputeDtype.FLOAT64: 8,
@@ -197,10 +197,13 @@ def quantized_weight_bytes(
     head = None
     if all(weight.name != "lm_head" for weight in weights):
         head = geometry.vocab_size, geometry.hidden_size
-    on_gpu = None
-    if compute is not None:
-        on_gpu = OnGPU(ELEMENT_BYTES[compute], layers, ranks == 1)
-    found = quantized_bytes(quantization, weights, head, on_gpu=on_gpu)
+    if compute is None:
+        found = bytes_on_cpu(quantization, weights, head)
+    else:
+        found = bytes_on_gpu(
+            quantization, weights, head,
+            layers=layers, element_bytes=ELEMENT_BYTES[compute], rounds_head=ranks == 1,
+        )  # fmt: skip
     return WeightBytes(
         found, WeightSource.ESTIMATED, f"counted from config.json as {quantization.value}"
     )

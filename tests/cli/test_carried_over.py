@@ -249,6 +249,31 @@ def test_a_value_may_begin_like_a_flag() -> None:
     assert translated(*given, command="generate") == given
 
 
+@pytest.mark.parametrize("command", ["plan", "serve", "chat", "calibrate", "tune", "eval"])
+@pytest.mark.parametrize(
+    "given", [("X",), ("--model", "X"), ("--model=X",), ("-m", "X"), ("-m=X",)]
+)
+def test_every_command_that_takes_a_model_takes_its_flags(
+    command: str, given: tuple[str, ...]
+) -> None:
+    assert translated(*given, command=command) == ["X"]
+
+
+def test_a_command_without_a_model_has_no_such_flags() -> None:
+    for flag in ("--model", "-m"):
+        with pytest.raises(BadValue, match=f"kvant doctor has no option {flag}"):
+            translated(flag, "X", command="doctor")
+
+
+def test_measurements_of_speed_name_themselves_and_take_recorded_flags() -> None:
+    ran = kvant("bench", "attention", "--nope")
+    assert "kvant bench attention has no option --nope" in ran.err
+    assert "kvant bench attention --help" in ran.err
+    ran = kvant("bench", "throughput", "--format", "no-format", "-m", "smollm2")
+    assert ran.code == 2
+    assert "no-format" in ran.err
+
+
 def test_other_commands_take_the_spellings_but_not_vllms_flags() -> None:
     assert translated("--max_model_len", "2k", command="chat") == ["--max-model-len", "2000"]
     with pytest.raises(BadValue, match="kvant chat has no option --enforce-eager"):

@@ -1,4 +1,4 @@
-"""The command line of configured commands: accepts more spellings of flags, and groups the help."""
+"""Command lines: more spellings of flags are accepted, and the help is grouped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from decimal import Decimal
 from typing import Any, ClassVar
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from kvant.cli.configured import ALL_OPTIONS
 from kvant.cli.foreign_flags import SHORT, VALUES, VLLM, Foreign
@@ -32,10 +32,12 @@ _PROGRAM = re.compile(
 class ConfiguredCommand(TyperCommand):
     """A command that also accepts underscores in flags, counts such as 4k, and auto for a number's default.
 
-    An unknown flag raises BadValue with a way out. Help lists the flags by panel. foreign: other programs'
+    The model may stand alone, behind --model or behind -m. An unknown flag raises BadValue with a way out.
+    Help lists the flags by panel. group: what stands before the command's name. foreign: other programs'
     flags. short: other programs' short flags.
     """
 
+    group: ClassVar[str] = ""
     foreign: ClassVar[Mapping[str, Foreign]] = {}
     short: ClassVar[Mapping[str, str]] = {}
 
@@ -74,6 +76,7 @@ class ConfiguredCommand(TyperCommand):
             if isinstance(param, TyperOption)
             for flag in (*param.opts, *param.secondary_opts)
         }
+        named_as = ("--model", "-m") if any(_is_model(param) for param in self.params) else ()
         objects: dict[str, dict[str, Any]] = {}  # of dotted flags: --speculative-config.method
         rest = deque(args)
         has_model = False
@@ -94,7 +97,7 @@ class ConfiguredCommand(TyperCommand):
             param, one = known.get(flag), self.foreign.get(flag)
             if flag in ("--help", "-h"):
                 yield "--help"
-            elif flag == "--model" and param is None:
+            elif flag in named_as and param is None:
                 has_model = True
                 yield value if has_value else _next(rest, flag, known)
             elif param is None and one is not None:
@@ -148,8 +151,12 @@ class ConfiguredCommand(TyperCommand):
         if any(flag == option.flag for option in ALL_OPTIONS):
             hint = "; kvant serve has it"
         return BadValue(
-            f"kvant {self.name} has no option {flag}{hint}",
-            ways_out=(WayOut("list the options", ("kvant", str(self.name), "--help")),),
+            f"kvant {self.group}{self.name} has no option {flag}{hint}",
+            ways_out=(
+                WayOut(
+                    "list the options", ("kvant", *self.group.split(), str(self.name), "--help")
+                ),
+            ),
         )
 
 
@@ -193,6 +200,10 @@ class ServeCommand(ConfiguredCommand):
                     sys.stderr.write(f"kvant: {flags_of(one)} has no effect: {one.no_effect}\n")
             found = list(self.read(found, refused))
         return shlex.join(["kvant", "serve", *found])
+
+
+def _is_model(param: object) -> bool:
+    return isinstance(param, TyperArgument) and param.name == "model"
 
 
 def _next(words: deque[str], flag: str, known: Mapping[str, object]) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from kvant.cli.configured_command import ConfiguredCommand
 from kvant.cli.output import readable
 from kvant.cli.progress import OnProgress, bars, work
 from kvant.errors import BadValue, ConfigError, NotServable, WayOut
@@ -27,7 +27,7 @@ _FEW_TOKENS = 256
 """Tokens of the one sequence for which a measured model itself has pages."""
 
 
-class MeasuringCommand(TyperCommand):
+class MeasuringCommand(ConfiguredCommand):
     """A command that names KV formats with --kv-format, if at all. Its errors name its own options."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]

@@ -18,7 +18,7 @@ from kvant.kv.spec import Choice, KVPlan, LayerSpec, Role, Scale, ScaleState, So
 from kvant.kv.state_pool import StatePool
 
 PAGE_SIZE = 16
-MOST_ROWS = 16
+MOST_ROWS = 32
 
 
 def choice(dtype: KVDtype, *, fixed_scale: float = 1.0) -> Choice:

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
@@ -631,3 +632,15 @@ def _transformers(
         ids = torch.tensor([PROMPTS[-1]])
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
     return texts, logits
+
+
+def divide_filters(path: Path) -> None:
+    """Stores filters of q, k and v as OLMo Hybrid is released; transformers saves three equal parts."""
+    stored = load_file(path / "model.safetensors")
+    for name in [name for name in stored if name.endswith("q_conv1d.weight")]:
+        layer = name.removesuffix("q_conv1d.weight")
+        joined = torch.cat([stored[f"{layer}{side}_conv1d.weight"] for side in "qkv"])
+        widths = [len(stored[f"{layer}{side}_proj.weight"]) for side in "qkv"]
+        for side, part in zip("qkv", joined.split(widths), strict=True):
+            stored[f"{layer}{side}_conv1d.weight"] = part.clone()
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})

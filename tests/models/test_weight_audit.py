@@ -535,6 +535,19 @@ def test_a_weight_of_another_shape_is_named_by_plan_and_start(
     _refused_by_both(path, f"{name} has the shape")
 
 
+def test_filters_may_have_the_sizes_of_their_products_in_files(tmp_path: Path) -> None:
+    families.build("olmo_hybrid", tmp_path)
+    assert audit(tmp_path).faults == ()
+    families.divide_filters(tmp_path)
+    assert audit(tmp_path).faults == ()
+    LLM(tmp_path, kv_cache_memory="1MiB")
+    name = "model.layers.0.linear_attn.q_conv1d.weight"
+    _refused_by_both(
+        _with(tmp_path, lambda tensors: tensors.update({name: tensors[name][:-1]})),
+        "conv1d.weight has the shape",
+    )
+
+
 def test_experts_one_by_one_are_refused_where_transformers_reads_stacks(tmp_path: Path) -> None:
     families.build("qwen3_vl_moe", tmp_path)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from kvant.models.fused.recipes import RECIPES
 from kvant.models.sharding.cuts import RULES
@@ -65,17 +63,5 @@ def _built(name: str, directory: Path) -> Path:
     if not path.exists():
         families.build(name, path)
         if name == "olmo_hybrid":
-            _split_filters(path / "model.safetensors")
+            families.divide_filters(path)
     return path
-
-
-def _split_filters(file: Path) -> None:
-    """Store filters of q, k and v as published checkpoints do; transformers saves three equal parts."""
-    stored = load_file(file)
-    for name in [name for name in stored if name.endswith("q_conv1d.weight")]:
-        layer = name.removesuffix("q_conv1d.weight")
-        joined = torch.cat([stored[f"{layer}{side}_conv1d.weight"] for side in "qkv"])
-        widths = [len(stored[f"{layer}{side}_proj.weight"]) for side in "qkv"]
-        for side, part in zip("qkv", joined.split(widths), strict=True):
-            stored[f"{layer}{side}_conv1d.weight"] = part.clone()
-    save_file(stored, file, metadata={"format": "pt"})

@@ -12,7 +12,7 @@ It reads names, dtypes and shapes from the headers of the files. Values are chec
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -177,7 +177,9 @@ class Use:
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
     """Returns what every tensor is for, and whether the plan uses it. Pure."""
+    converted = use.in_files.keys() - use.parameters.keys()
     use = _as_in_files(tensors, use)
+    use = replace(use, parameters=_as_divided(tensors, use.parameters, converted))
     model = _Model.of(use)
     places = {place for name in model.listed or () if (place := _place_of(name)) is not None}
     modules: dict[str, list[str]] = {}
@@ -279,6 +281,28 @@ def _probed(use: Use, joined: Mapping[str, tuple[int, ...]]) -> dict[str, Weight
     return found
 
 
+def _as_divided(
+    tensors: Tensors, parameters: Mapping[str, tuple[int, ...]], converted: Set[str]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters with the shapes of a recurrence's filters in files.
+
+    converted: names in files of tensors that transformers converts. It joins filters of queries, keys and
+    values of any sizes, and writes equal parts. So only their sizes together say whether the files fit.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in converted & parameters.keys() & tensors.keys():
+        if (found := _FILTER.match(name)) is not None:
+            layers.setdefault(found[1], []).append(name)
+    stored = dict(parameters)
+    for names in layers.values():
+        shapes = {name: tensors[name][1] for name in names}
+        widths = {shape[1:] for shape in (*shapes.values(), *(stored[name] for name in names))}
+        sums = {sum(form[name][0] for name in names) for form in (shapes, stored)}
+        if len(widths) == len(sums) == 1:
+            stored |= shapes
+    return stored
+
+
 def _as_in_files(tensors: Tensors, use: Use) -> Use:
     """Returns the use with weights under the names that the files have for them.
 
@@ -358,6 +382,9 @@ _ROUTERS = ("gate", "router")
 _EXPERT_0 = re.compile(r"(.*\.experts)\.0\.([^.]+)$")
 _OF_MODULE = re.compile(r"norm|conv|_ln|patch_embedding")
 """In the last part of a path: the tensor is a module's weight, though no matrix that Kvant multiplies by."""
+
+_FILTER = re.compile(r"(.*)\.[qkv]_conv1d\.weight$")
+"""Filters of a recurrence's queries, keys and values."""
 
 _OF_RANKS = re.compile(r"\.q_(?:a|b)_proj\.|\.q_a_layernorm\.")
 """Factors of a projection of queries, which stand for no whole projection."""

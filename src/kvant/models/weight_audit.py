@@ -176,11 +176,25 @@ class Use:
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
-    """Returns what every tensor is for, and whether the plan uses it. Pure."""
+    """Returns what every tensor is for, and whether the plan uses it. Pure.
+
+    tensors: of all files. It does not raise for a bad checkpoint: the result's `refusal` is the error.
+    """
     converted = use.in_files.keys() - use.parameters.keys()
     use = _as_in_files(tensors, use)
     use = replace(use, parameters=_as_divided(tensors, use.parameters, converted))
     model = _Model.of(use)
+    modules, found = _by_module(tensors, model)
+    missing, is_whole = _find_missing(tensors, modules, use, model)
+    found += [_missing(path, modules, use, model) for path in missing]
+    model = replace(model, is_whole=is_whole)
+    for layer, names in modules.items():
+        found += _audit_module(layer, names, tensors, use, model)
+    return WeightAudit(tuple(sorted(found, key=lambda one: one.name)))
+
+
+def _by_module(tensors: Tensors, model: _Model) -> tuple[dict[str, list[str]], list[TensorUse]]:
+    """Returns names by their module's path, and apart the tensors of layers that the model does not run."""
     places = {place for name in model.listed or () if (place := _place_of(name)) is not None}
     modules: dict[str, list[str]] = {}
     beyond: list[TensorUse] = []
@@ -192,11 +206,7 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
             beyond.append(_beyond(name, layer, dtype, shape))
         else:
             modules.setdefault(layer, []).append(name)
-    lacking, model = _find_lacking(tensors, modules, use, model)
-    found = [*beyond, *lacking]
-    for layer, names in modules.items():
-        found += _layer(layer, names, tensors, use, model)
-    return WeightAudit(tuple(sorted(found, key=lambda one: one.name)))
+    return modules, beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +214,17 @@ class _Model:
     """What files hold of a model, under their names. listed: its weights by path; None if Kvant lists none.
 
     dims: shapes by path without ".weight", of expert 0 for all experts. joined: shapes of experts that are
-    stored together. is_whole: the files have all weights, so nothing reads their other tensors.
-    probed: weights of a probed model's linear layers, embeddings and experts 0, by path.
+    stored together. stacks: those of them that transformers reads in no other form. probed: weights of a
+    probed model's linear layers, embeddings and experts 0, by path. is_whole: the files have all weights, so
+    nothing reads their other tensors.
     """
 
     listed: Mapping[str, Weight] | None
     dims: Mapping[str, tuple[int, ...]]
     joined: Mapping[str, tuple[int, ...]]
+    stacks: frozenset[str]
+    probed: Mapping[str, Weight]
     is_whole: bool = False
-    probed: Mapping[str, Weight] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(cls, use: Use) -> _Model:
@@ -230,7 +242,9 @@ class _Model:
             else:
                 joined[name] = shape
         listed = None if use.weights is None else {weight.name: weight for weight in use.weights}
-        return cls(listed, dims, joined, probed=_probed(use, joined))
+        # transformers joins the matrices of experts only if it also writes them one by one.
+        stacks = joined.keys() & use.in_files if use.declared is None else ()
+        return cls(listed, dims, joined, frozenset(stacks), _probed(use, joined))
 
     def weight(self, path: str) -> Weight | None:
         """Returns the weight that Kvant lists for a module."""
@@ -304,31 +318,37 @@ def _as_divided(
 
 
 def _as_in_files(tensors: Tensors, use: Use) -> Use:
-    """Returns the use with weights under the names that the files have for them.
-
-    Files of multimodal models have the decoder and the towers at other places than the class that loads
-    them: the decoder at the place with the most layers' weights of its names.
-    """
+    """Returns the use with weights under the names that the files have for them."""
     forms = (use.in_files, use.parameters)
     parameters = max(forms, key=lambda form: len(form.keys() & tensors.keys()))
     use = replace(use, parameters=parameters)
-    if _are_names(parameters, tensors):
-        return use
+    layers = None if _are_names(parameters, tensors) else _find_layers(tensors, use)
+    return use if layers is None else _moved(tensors, use, layers)
+
+
+def _find_layers(tensors: Tensors, use: Use) -> str | None:
+    """Returns the path of the decoder's layers in the files; None if none has most of their weights' names.
+
+    Files of multimodal models have the decoder and the towers at other places than the class that loads them.
+    """
 
     def suffix(name: str, place: str) -> str:
         return _kind(name.removeprefix(place).removesuffix(".weight"))
 
     names = [*(one.name for one in use.weights or ()), *use.parameters]
     own = {suffix(name, use.layers) for name in names if name.startswith(f"{use.layers}.")}
-    counted: dict[str, set[str]] = {}
+    suffixes: dict[str, set[str]] = {}
     for name in tensors:
         if (found := _NUMBERED.match(name)) is not None:
-            counted.setdefault(found[1], set()).add(suffix(name, found[1]))
-    shares = {place: len(names & own) for place, names in counted.items()}
+            suffixes.setdefault(found[1], set()).add(suffix(name, found[1]))
+    shares = {place: len(names & own) for place, names in suffixes.items()}
     best = max(shares, key=lambda place: (shares[place], place == use.layers), default=use.layers)
-    if 2 * shares.get(best, 0) <= len(own):
-        return use
-    before, after = use.layers.removesuffix("layers"), best.removesuffix("layers")
+    return best if 2 * shares.get(best, 0) > len(own) else None
+
+
+def _moved(tensors: Tensors, use: Use, layers: str) -> Use:
+    """Returns the use with the names of files that have the decoder's layers at the path `layers`."""
+    before, after = use.layers.removesuffix("layers"), layers.removesuffix("layers")
     heads = (name.removesuffix(".weight") for name in tensors if name.endswith("lm_head.weight"))
     head = next(heads, "lm_head")
     roots = {".".join(name.split(".")[:2]) for name in tensors} | {
@@ -347,7 +367,7 @@ def _as_in_files(tensors: Tensors, use: Use) -> Use:
     if weights is not None:
         weights = tuple(replace(weight, name=renamed(weight.name)) for weight in weights)
     parameters = {renamed(name): shape for name, shape in use.parameters.items()}
-    return replace(use, weights=weights, parameters=parameters, layers=best)
+    return replace(use, weights=weights, parameters=parameters, layers=layers)
 
 
 def _are_names(parameters: Collection[str], tensors: Tensors) -> bool:
@@ -439,7 +459,7 @@ def _first_expert(layer: str) -> str:
     return _EXPERT.sub(".experts.0.", layer)
 
 
-def _layer(
+def _audit_module(
     layer: str, names: list[str], tensors: Tensors, use: Use, model: _Model
 ) -> Iterator[TensorUse]:
     """Yields the tensors of one module, missing ones included."""
@@ -510,14 +530,26 @@ def _is_head(layer: str) -> bool:
     return layer.rpartition(".")[2] == "lm_head"
 
 
-def _find_lacking(
+def _find_missing(
     tensors: Tensors, modules: Mapping[str, list[str]], use: Use, model: _Model
-) -> tuple[list[TensorUse], _Model]:
-    """Returns weights that no file has, and the model with the knowledge whether there are none.
+) -> tuple[list[str], bool]:
+    """Returns paths of weights that no file has, and whether the files are known to have all.
 
-    Files may join weights, or name them in another way, and transformers converts them. So weights that all
-    layers lack are reported only if the files have no other tensors that may hold them.
+    Files may join weights, or name them in another way, and transformers converts them. So a weight that all
+    layers lack is missing only if the files have no other tensors that may stand for it.
     """
+    missing, in_all_layers = _find_absent(tensors, modules, use, model)
+    missing += [path for path in in_all_layers if path in model.stacks]
+    unsure = [path for path in in_all_layers if path not in model.stacks]
+    missing += _find_irreplaceable(unsure, tensors, modules, use, model)
+    missing = [path for path in missing if 0 not in model.dims.get(path, ())]
+    return missing, model.listed is not None and not missing and not unsure
+
+
+def _find_absent(
+    tensors: Tensors, modules: Mapping[str, list[str]], use: Use, model: _Model
+) -> tuple[list[str], list[str]]:
+    """Returns paths of weights that files lack under their names: of some layers, and of all layers."""
     stored = {f"{one[1]}.{one[2]}" for name in tensors if (one := _JOINED_PRODUCT.match(name))}
     experts = {_layer_of(name) for name in stored}
 
@@ -531,23 +563,31 @@ def _find_lacking(
         shorts = {one.rpartition(".")[2] for one in modules.get(path, ())}
         return path in tensors or "weight" in shorts or not shorts.isdisjoint(_ROLES)
 
-    head = next((path for path in model.dims if path.endswith("lm_head")), "")
-    alike: dict[str, list[str]] = {}
+    of_some: list[str] = []
+    of_all: list[str] = []
+    for paths in _by_kind(use, model).values():
+        absent = [path for path in paths if not is_there(path)]
+        (of_some if len(absent) < len(paths) else of_all).extend(absent)
+    return of_some, of_all
+
+
+def _by_kind(use: Use, model: _Model) -> dict[str, list[str]]:
+    """Returns paths of the model's weights, in groups that differ in numbers of layers only. Key: `_kind`."""
+    found: dict[str, list[str]] = {}
     for path in (*model.dims, *(use.parameters.keys() & model.joined)):
-        alike.setdefault(_kind(path), []).append(path)
-    absent: list[str] = []
-    unsure: list[str] = []
-    for paths in alike.values():
-        lacking = [path for path in paths if not is_there(path)]
-        (absent if len(lacking) < len(paths) else unsure).extend(lacking)
-    # transformers joins the matrices of experts only if it also writes them one by one.
-    stacks = model.joined.keys() & use.in_files if use.declared is None else set[str]()
-    absent += [path for path in unsure if path in stacks]
-    unsure = [path for path in unsure if path not in stacks]
-    at = f"{use.layers}."
-    above = use.layers.removesuffix(".layers")
-    alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
-    kinds = {*alike, *map(_kind, model.joined)}
+        found.setdefault(_kind(path), []).append(path)
+    return found
+
+
+def _find_irreplaceable(
+    absent: list[str],
+    tensors: Tensors,
+    modules: Mapping[str, list[str]],
+    use: Use,
+    model: _Model,
+) -> list[str]:
+    """Returns those of the absent weights for which no other tensor of the files may stand."""
+    kinds = {*_by_kind(use, model), *map(_kind, model.joined)}
     others = [
         name
         for names in modules.values()
@@ -562,34 +602,38 @@ def _find_lacking(
         return _OF_MIXTURE.search(path) is not None or (last in _ROUTERS and owner in mixtures)
 
     sides = {True: others, False: [name for name in others if not is_mixed(name)]}
-    has_decoder = bool(use.layers) and any(name.startswith(at) for name in modules)
     if model.listed is None and _are_names(use.parameters, tensors):
         # These are transformers' own names, so only others beside them may stand for them.
         regions = {
             side: {_region(_layer_of(name)) for name in names} for side, names in sides.items()
         }
-        absent += [path for path in unsure if _region(path) not in regions[is_mixed(path)]]
-        unsure = []
+        return [path for path in absent if _region(path) not in regions[is_mixed(path)]]
+    at = f"{use.layers}."
+    if not use.layers or not any(name.startswith(at) for name in modules):
+        return []
+    above = use.layers.removesuffix(".layers")
+    head = next((path for path in model.dims if path.endswith("lm_head")), "")
+    alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
     has_others = {side: {name.startswith(at) for name in names} for side, names in sides.items()}
-    for path in unsure:
-        is_replaced = path.startswith(at) in has_others[is_mixed(path)]
-        if has_decoder and (not is_replaced or path in alone):
-            absent.append(path)
-    found = []
-    absent = [path for path in absent if 0 not in model.dims.get(path, ())]
-    for path in absent:
-        weight, last = model.weight(path), path.rpartition(".")[2]
-        is_module = weight is not None and (
-            weight.kind is not WeightKind.OTHER or _OF_MODULE.search(last) is not None
-        )
-        name = f"{path}.weight" if is_module or f"{path}.weight" in use.parameters else path
-        why, way = INCOMPLETE, COPY_AGAIN
-        if path in stacks and any(one.startswith(f"{_layer_of(path)}.0.") for one in modules):
-            why, way = _ONE_BY_ONE, _JOINED_FILES
-        fault = BadCheckpoint(f"{name} is missing", why=why, ways_out=(way,))
-        state = TensorState.MISSING
-        found.append(TensorUse(name, path, "absent", NUMBERS, state, why, None, None, fault))
-    return found, replace(model, is_whole=model.listed is not None and not absent and not unsure)
+    return [
+        path
+        for path in absent
+        if path in alone or path.startswith(at) not in has_others[is_mixed(path)]
+    ]
+
+
+def _missing(path: str, modules: Mapping[str, list[str]], use: Use, model: _Model) -> TensorUse:
+    """Returns a weight that no file has, under the name that its tensor would have."""
+    weight, last = model.weight(path), path.rpartition(".")[2]
+    is_module = weight is not None and (
+        weight.kind is not WeightKind.OTHER or _OF_MODULE.search(last) is not None
+    )
+    name = f"{path}.weight" if is_module or f"{path}.weight" in use.parameters else path
+    why, way = INCOMPLETE, COPY_AGAIN
+    if path in model.stacks and any(one.startswith(f"{_layer_of(path)}.0.") for one in modules):
+        why, way = _ONE_BY_ONE, _JOINED_FILES
+    fault = BadCheckpoint(f"{name} is missing", why=why, ways_out=(way,))
+    return TensorUse(name, path, "absent", NUMBERS, TensorState.MISSING, why, None, None, fault)
 
 
 def _region(path: str) -> str:

@@ -25,6 +25,7 @@ from kvant.look import counted
 from kvant.models.geometry.parameters import Weight, WeightKind
 from kvant.models.quantization import Activations, Quantization, rounds
 from kvant.models.stored import ONE_FORMAT, NotStored, Stored
+from kvant.models.weights import WIDE_BYTES
 from kvant.weights.format import Dialect, Scheme, block_type
 from kvant.weights.parts import Part, Role, check_part, expert_parts, parts_of
 
@@ -413,11 +414,11 @@ _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
 """Modules that predict further tokens, which no class of transformers loads."""
 
-_CODES = ("F8_", "U8", "I8", "I32", "U32", "F4")
+_CODE_DTYPES = ("F8_", "U8", "I8", "I32", "U32", "F4")
 """Dtypes that begin like this hold codes."""
 
-_WIDE = ("F64", "F32", "F16", "BF16")
-"""Dtypes of numbers that need no scale."""
+_CODE_NAMES = ("weight", "weight_packed", "qweight")
+"""Last parts of the names of a module's codes, in any dialect."""
 
 _ROLES = {
     "weight_scale": Role.SCALES, "weight_scale_inv": Role.SCALES, "scales": Role.SCALES, "scale": Role.SCALES,
@@ -471,16 +472,16 @@ def _audit_module(
     undivided: BadCheckpoint | None = None
     mixed = None if read is None else read.refuse_expert(layer)
     if mixed is not None:
-        yield from _refused(layer, names, scheme, tensors, mixed, ONE_FORMAT)
+        yield from _audit_refused(layer, names, scheme, tensors, mixed, ONE_FORMAT)
         return
     if scheme is not None and scheme.dialect is Dialect.MXFP4_EXPERTS:
-        wanted = _of_experts(layer, scheme, model.listed)
+        wanted = _parts_of_experts(layer, scheme, model.listed)
     elif scheme is not None and _is_narrow(layer, names, weight, scheme, tensors):
         unread = _refuse_embedding(layer, weight, scheme, model)
         if unread is not None:
-            yield from _refused(layer, names, scheme, tensors, *unread)
+            yield from _audit_refused(layer, names, scheme, tensors, *unread)
             return
-        shape = _shape(layer, weight, scheme, tensors)
+        shape = _matrix_shape(layer, weight, scheme, tensors)
         if shape is not None:
             parts = parts_of(scheme, *shape)
             wanted = {f"{layer}.{short}": part for short, part in parts.items()}
@@ -489,10 +490,10 @@ def _audit_module(
                 what = f"{layer} cannot be stored as declared"
                 undivided = BadCheckpoint(what, why=refusal, ways_out=(COMPARE_CONFIG,))
     if scheme is not None and wanted:
-        yield from _wanted(layer, scheme, wanted, tensors, use, undivided)
+        yield from _audit_parts(layer, scheme, wanted, tensors, use, undivided)
     for name in names:
         if name not in wanted:
-            yield _other(name, layer, scheme if wanted else None, tensors, use, model)
+            yield _audit_other(name, layer, scheme if wanted else None, tensors, use, model)
 
 
 def _refuse_embedding(
@@ -507,7 +508,7 @@ def _refuse_embedding(
     return (_EMBEDDING, _WIDE_EMBEDDING) if is_embedding else None
 
 
-def _refused(
+def _audit_refused(
     layer: str,
     names: list[str],
     scheme: Scheme | None,
@@ -519,11 +520,15 @@ def _refused(
     state = TensorState.WRONG
     for name in names:
         dtype, shape = tensors[name]
-        fmt = dtype if scheme is None else f"{scheme.summary} ({scheme.dialect.value})"
+        fmt = dtype if scheme is None else _in_words(scheme)
         short = name.rpartition(".")[2]
         role = NUMBERS if scheme is None else _ROLES.get(short, Role.CODES).value
         fault = BadCheckpoint(f"{name} cannot be used", why=because, ways_out=(way,))
         yield TensorUse(name, layer, fmt, role, state, because, dtype, shape, fault)
+
+
+def _in_words(scheme: Scheme) -> str:
+    return f"{scheme.summary} ({scheme.dialect.value})"
 
 
 def _is_head(layer: str) -> bool:
@@ -671,10 +676,10 @@ def _is_narrow(
     shorts = {name.rpartition(".")[2] for name in names}
     if shorts & {"weight_packed", "qweight"}:
         return True
-    return "weight" in shorts and tensors[f"{layer}.weight"][0].startswith(_CODES)
+    return "weight" in shorts and tensors[f"{layer}.weight"][0].startswith(_CODE_DTYPES)
 
 
-def _shape(
+def _matrix_shape(
     layer: str, weight: Weight | None, scheme: Scheme, tensors: Tensors
 ) -> tuple[int, int] | None:
     """Returns rows and columns of the layer's weight: of the model, else as its codes have them."""
@@ -682,7 +687,7 @@ def _shape(
         return weight.rows, weight.columns
     shapes = {
         short: tensors[f"{layer}.{short}"][1]
-        for short in ("weight", "weight_packed", "qweight")
+        for short in _CODE_NAMES
         if f"{layer}.{short}" in tensors
     }
     shape = next(iter(shapes.values()), ())
@@ -701,7 +706,9 @@ def _shape(
     return down, along * (2 if scheme.format.code.bits == 4 else 1)
 
 
-def _of_experts(layer: str, scheme: Scheme, listed: Mapping[str, Weight] | None) -> dict[str, Part]:
+def _parts_of_experts(
+    layer: str, scheme: Scheme, listed: Mapping[str, Weight] | None
+) -> dict[str, Part]:
     """Returns the tensors of experts that are stored together, if Kvant knows the model's weights."""
     of = {
         part: weight
@@ -723,7 +730,7 @@ def _of_experts(layer: str, scheme: Scheme, listed: Mapping[str, Weight] | None)
     }
 
 
-def _wanted(
+def _audit_parts(
     layer: str,
     scheme: Scheme,
     wanted: Mapping[str, Part],
@@ -732,7 +739,7 @@ def _wanted(
     undivided: BadCheckpoint | None,
 ) -> Iterator[TensorUse]:
     """Yields the tensors that a layer's format needs. undivided: why the format cannot store the layer."""
-    fmt = f"{scheme.summary} ({scheme.dialect.value})"
+    fmt = _in_words(scheme)
     done = "runs as it is stored" if use.stored is not None else use.decoded
     for name, part in wanted.items():
         dtype, shape = tensors.get(name, (None, None))
@@ -749,7 +756,7 @@ def _wanted(
             check_part(name, part, dtype, shape)
         except BadCheckpoint as fault:
             found = fault
-            if tensors.get(f"{layer}.weight", ("", ()))[0] in _WIDE:
+            if tensors.get(f"{layer}.weight", ("", ()))[0] in WIDE_BYTES:
                 assert isinstance(use.declared, Stored)
                 ways = (*fault.ways_out, use.declared.leave_alone(layer))
                 found = BadCheckpoint(fault.what, why=fault.why, ways_out=ways)
@@ -761,7 +768,7 @@ def _wanted(
             yield TensorUse(name, layer, fmt, part.role.value, state, because, dtype, shape, found)
 
 
-def _other(
+def _audit_other(
     name: str,
     layer: str,
     scheme: Scheme | None,
@@ -784,10 +791,8 @@ def _other(
         return TensorUse(name, layer, dtype, OF_KV, state, because, dtype, shape)
     if role is None or (role is not Role.CODES and _has_no_weight(layer, tensors)):
         return _numbers(name, layer, tensors, use, model)
-    state, because = (
-        TensorState.UNUSED,
-        f"{scheme.dialect.value} has no such tensor" if scheme else "",
-    )
+    state = TensorState.UNUSED
+    because = f"{scheme.dialect.value} has no such tensor" if scheme else ""
     if isinstance(use.declared, NotStored):
         state, because = TensorState.USED, f"left to transformers: {use.declared.reason}"
         if role is Role.CODES and use.declared.holds_numbers:
@@ -799,53 +804,68 @@ def _other(
         if role is Role.CODES and f"{layer}.weight" not in tensors:
             state = TensorState.WRONG
             fault = BadCheckpoint(f"{name} holds codes", why=because, ways_out=(COMPARE_CONFIG,))
-    fmt = dtype if scheme is None else f"{scheme.summary} ({scheme.dialect.value})"
+    fmt = dtype if scheme is None else _in_words(scheme)
     return TensorUse(name, layer, fmt, role.value, state, because, dtype, shape, fault)
 
 
 def _numbers(name: str, layer: str, tensors: Tensors, use: Use, model: _Model) -> TensorUse:
-    """Returns a tensor of numbers that need no scale."""
+    """Returns a tensor that is loaded as numbers without a scale."""
     dtype, shape = tensors[name]
-    because, state = "loaded as the compute dtype", TensorState.USED
-    fault: BadCheckpoint | None = None
     if model.is_whole and not model.has(name):
-        because, state = "the model that runs has no such weight", TensorState.UNUSED
-    elif _JOINED_EXPERTS.search(name) and dtype not in _WIDE:
-        because = "its codes would be taken for numbers: scales of joined experts are not read"
-        state = TensorState.WRONG
-        what = f"{name} has the dtype {dtype}"
-        fault = BadCheckpoint(what, why=because, ways_out=(_APART,))
-    elif isinstance(use.declared, NotStored) and dtype not in _WIDE:
-        because, scales = f"left to transformers: {use.declared.reason}", use.declared.scales
-        lacks = scales and not any(f"{layer}.{short}" in tensors for short in scales)
-        if lacks and name.endswith(".weight"):
-            because = f"the scales that transformers reads as {scales[0]} are missing"
-            state, what = TensorState.WRONG, f"the tensor {layer}.{scales[0]} is missing"
-            fault = BadCheckpoint(what, why=f"{name} holds codes", ways_out=(COPY_AGAIN,))
-        elif name.endswith(".weight") and use.declared.holds_numbers:
-            state, fault = TensorState.WRONG, _holds_codes(name, use.declared)
-        elif name.endswith(".weight") and (wrong := _uneven(shape, use.declared.block)):
-            because, state = wrong, TensorState.WRONG
-            fault = BadCheckpoint(
-                f"{name} has the shape {_shown(shape)}", why=wrong, ways_out=(_EVEN,)
-            )
-    elif name.endswith(".weight") and dtype not in _WIDE:
-        because, state = (
-            f"{_no_format(use)}, so its codes would be taken for numbers",
-            TensorState.WRONG,
-        )
-        what = f"{name} has the dtype {dtype}"
-        fault = BadCheckpoint(what, why=because, ways_out=(COMPARE_CONFIG,))
-    elif (wanted := model.other_shape(name, shape)) is not None:
-        because, state = f"config.json makes it {_shown(wanted)}", TensorState.WRONG
-        fault = BadCheckpoint(
-            f"{name} has the shape {_shown(shape)}",
-            why=because,
-            ways_out=(COMPARE_CONFIG,),
-        )
-    elif use.rounded is not None:
-        because = _rounded(layer, model.weight(layer), shape, use, use.rounded)
+        because, fault = "the model that runs has no such weight", None
+        state = TensorState.UNUSED
+    else:
+        because, fault = _load_as_numbers(name, layer, tensors, use, model)
+        state = TensorState.USED if fault is None else TensorState.WRONG
     return TensorUse(name, layer, dtype, NUMBERS, state, because, dtype, shape, fault)
+
+
+def _load_as_numbers(
+    name: str, layer: str, tensors: Tensors, use: Use, model: _Model
+) -> tuple[str, BadCheckpoint | None]:
+    """Returns what loading does with a tensor, or why it must not, with the error."""
+    dtype, shape = tensors[name]
+    if dtype not in WIDE_BYTES:
+        what = f"{name} has the dtype {dtype}"
+        if _JOINED_EXPERTS.search(name):
+            why = "its codes would be taken for numbers: scales of joined experts are not read"
+            return why, BadCheckpoint(what, why=why, ways_out=(_APART,))
+        if isinstance(use.declared, NotStored):
+            return _left_to_transformers(name, layer, tensors, use.declared)
+        if name.endswith(".weight"):
+            why = f"{_no_format(use)}, so its codes would be taken for numbers"
+            return why, BadCheckpoint(what, why=why, ways_out=(COMPARE_CONFIG,))
+    wanted = model.other_shape(name, shape)
+    if wanted is not None:
+        what, why = (
+            f"{name} has the shape {_shown(shape)}",
+            f"config.json makes it {_shown(wanted)}",
+        )
+        return why, BadCheckpoint(what, why=why, ways_out=(COMPARE_CONFIG,))
+    if use.rounded is not None:
+        return _rounded(layer, model.weight(layer), shape, use, use.rounded), None
+    return "loaded as the compute dtype", None
+
+
+def _left_to_transformers(
+    name: str, layer: str, tensors: Tensors, declared: NotStored
+) -> tuple[str, BadCheckpoint | None]:
+    """Returns why transformers decodes a tensor of codes, or why it would do so wrongly, with the error."""
+    because, shape = f"left to transformers: {declared.reason}", tensors[name][1]
+    if not name.endswith(".weight"):
+        return because, None
+    scales = declared.scales
+    if scales and not any(f"{layer}.{short}" in tensors for short in scales):
+        what = f"the tensor {layer}.{scales[0]} is missing"
+        fault = BadCheckpoint(what, why=f"{name} holds codes", ways_out=(COPY_AGAIN,))
+        return f"the scales that transformers reads as {scales[0]} are missing", fault
+    if declared.holds_numbers:
+        return because, _holds_codes(name, declared)
+    uneven = _uneven(shape, declared.block)
+    if uneven:
+        what = f"{name} has the shape {_shown(shape)}"
+        return uneven, BadCheckpoint(what, why=uneven, ways_out=(_EVEN,))
+    return because, None
 
 
 def _holds_codes(name: str, declared: NotStored) -> BadCheckpoint:
@@ -893,8 +913,7 @@ def _no_format(use: Use) -> str:
 
 def _has_no_weight(layer: str, tensors: Tensors) -> bool:
     """Whether nothing in this module can be scaled: `scale` is then a number of the model."""
-    names = ("weight", "weight_packed", "qweight")
-    return not any(f"{layer}.{short}" in tensors for short in names)
+    return not any(f"{layer}.{short}" in tensors for short in _CODE_NAMES)
 
 
 def _unrounded(use: Use) -> str:

@@ -23,15 +23,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kvant.errors import BadCheckpoint, KvantError, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
-from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
 from kvant.models.file_names import PRODUCTS
 from kvant.models.fused.narrow_experts import NarrowExperts, has_stacks, is_experts
 from kvant.models.quantization import Quantization, format_of
-from kvant.models.sharding.cuts import Cut
+from kvant.models.sharding.cuts import Cut, CutOfWhole
 from kvant.models.sharding.divide import is_tied
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import ONE_FORMAT, Stored
-from kvant.models.stored_experts import StoredExperts, find_part, read_tensor
+from kvant.models.stored_experts import StoredExperts, TensorFiles
 from kvant.models.weights import WIDE_BYTES
 from kvant.weights.codecs import decode, encode, encode_in_parts, encode_stack
 from kvant.weights.dialects import check_scales, read, read_order
@@ -137,29 +136,41 @@ def make_narrow(
     if stored is not None:
         linear, experts = _stored_formats(model, stored)
     for name, fmt in linear.items():
-        old = _linear(model, name)
-        new = _awaiting(old, fmt)
-        wide = numbers(old.weight)
-        bias = None if old.bias is None else wide.new_zeros(old.bias.shape)
         scheme = None if stored is None else stored.scheme(name)
-        scale = None
-        if scheme is not None and scheme.rounds_inputs:
-            scale = wide.new_full((1,), _MADE_UP_SCALE)
-        whole = fmt.rows == WHOLE or fmt.global_scale
-        made = (encode if whole else encode_in_parts)(wide, fmt)
-        if scheme is not None and scheme.reordered:
-            order = torch.arange(old.in_features, dtype=torch.int32, device=wide.device)
-            made = replace(made, order=order.flip(0))
-        new.put(made, bias, scale)
-        model.set_submodule(name, new)
+        model.set_submodule(name, _made_up_linear(_linear(model, name), fmt, scheme, numbers))
     for name, formats in experts.items():
-        part = model.get_submodule(name)
-        experts_made = NarrowExperts(part, None)
-        for product, fmt in zip(PRODUCTS, formats, strict=True):
-            wide = numbers(getattr(part, product))
-            turned = wide.transpose(1, 2) if experts_made.clamped else wide
-            experts_made.put(product, encode_stack(turned, fmt))
-        model.set_submodule(name, experts_made)
+        model.set_submodule(name, _made_up_experts(model.get_submodule(name), formats, numbers))
+
+
+def _made_up_linear(
+    old: nn.Linear, fmt: WeightFormat, scheme: Scheme | None, numbers: Callable[[Tensor], Tensor]
+) -> NarrowLinear:
+    """Returns a narrow layer with made-up weights. scheme: the checkpoint's; None if weights are rounded."""
+    wide = numbers(old.weight)
+    whole = fmt.rows == WHOLE or fmt.global_scale
+    made = (encode if whole else encode_in_parts)(wide, fmt)
+    scale = None
+    if scheme is not None and scheme.rounds_inputs:
+        scale = wide.new_full((1,), _MADE_UP_SCALE)
+    if scheme is not None and scheme.reordered:
+        order = torch.arange(old.in_features, dtype=torch.int32, device=wide.device)
+        made = replace(made, order=order.flip(0))
+    new = _awaiting(old, fmt)
+    new.put(made, None if old.bias is None else wide.new_zeros(old.bias.shape), scale)
+    return new
+
+
+def _made_up_experts(
+    old: nn.Module,
+    formats: tuple[WeightFormat, WeightFormat],
+    numbers: Callable[[Tensor], Tensor],
+) -> NarrowExperts:
+    """Returns narrow experts with made-up weights. formats: of both products."""
+    new = NarrowExperts(old, None)
+    for product, fmt in zip(PRODUCTS, formats, strict=True):
+        wide = numbers(getattr(old, product))
+        new.put(product, encode_stack(wide.transpose(1, 2) if new.clamped else wide, fmt))
+    return new
 
 
 def _stored_formats(
@@ -244,7 +255,7 @@ class NarrowConfig(QuantizationConfigMixin):
         asked: Quantization | None = None,
         stored: Stored | None = None,
         widened: torch.dtype | None = None,
-        cut: Mapping[str, tuple[Cut, tuple[int, ...]]] = MappingProxyType({}),
+        cut: Mapping[str, CutOfWhole] = MappingProxyType({}),
     ) -> None:
         _register()
         self.quant_method = _METHOD  # type: ignore[assignment]
@@ -252,8 +263,11 @@ class NarrowConfig(QuantizationConfigMixin):
         self._path, self._asked, self._stored, self._widened = path, asked, stored, widened
         self._cut = cut
         self._shapes: dict[str, torch.Size] = {}
+        """Shapes that loaded tensors must have, by name."""
         self._experts: dict[str, StoredExperts] = {}
+        """Where the tensors of narrow experts are, by their module's name."""
         self._wide: dict[str, nn.Module] = {}
+        """transformers' modules for experts that will be decoded, by name."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NarrowConfig:
         """Returns itself: transformers copies configs, but this object must collect the results of a load."""
@@ -295,6 +309,13 @@ class NarrowConfig(QuantizationConfigMixin):
         """
         quantizer: Any = model.hf_quantizer
         quantizer.remove_quantization_config(model)
+        self._check_shapes(model)
+        self._finish_layers(model)
+        if self._asked is not None and not self._cut and is_tied(model):
+            _round_tied_head(model, self._asked)
+        self._read_experts(model)
+
+    def _check_shapes(self, model: PreTrainedModel) -> None:
         for name, tensor in model.state_dict().items():
             expected = self._shapes.get(name)
             if expected is not None and tensor.shape != expected:
@@ -302,6 +323,9 @@ class NarrowConfig(QuantizationConfigMixin):
                     f"{self._path}: {name} has the shape {tuple(tensor.shape)}",
                     why=f"the model needs {tuple(expected)}",
                 )
+
+    def _finish_layers(self, model: PreTrainedModel) -> None:
+        """Replaces temporary layers by narrow ones, or by decoded ones if the weights are widened."""
         table: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         tied = isinstance(table, StoredEmbedding) and head.weight is table.weight
@@ -315,8 +339,9 @@ class NarrowConfig(QuantizationConfigMixin):
             if part is table:
                 new = self._as_embedding(model, new, head if tied else None)
             model.set_submodule(name, new)
-        if self._asked is not None and not self._cut and is_tied(model):
-            _round_tied_head(model, self._asked)
+
+    def _read_experts(self, model: PreTrainedModel) -> None:
+        """Reads the weights of narrow experts, or decodes them into transformers' modules."""
         for name, experts in self._experts.items():
             made = model.get_submodule(name)
             assert isinstance(made, NarrowExperts)
@@ -348,7 +373,7 @@ def await_stored(
     model: PreTrainedModel,
     path: Path,
     stored: Stored,
-    cut: Mapping[str, tuple[Cut, tuple[int, ...]]] = MappingProxyType({}),
+    cut: Mapping[str, CutOfWhole] = MappingProxyType({}),
     *,
     widened: bool = False,
 ) -> dict[str, StoredExperts]:
@@ -359,56 +384,68 @@ def await_stored(
     Raises BadCheckpoint, naming the tensor, for missing ones, other shapes or dtypes, scales that are not
     positive, and groups of inputs that are none.
     """
-    headers = read_headers(path) or ()
-    home = {name: header.path for header in headers for name in header.tensors}
-    entries = {name: entry for header in headers for name, entry in header.tensors.items()}
+    files = TensorFiles.of(path)
     experts: dict[str, StoredExperts] = {}
     tied = _head_of(model) if is_tied(model) else None
     for name, part in list(model.named_modules()):
         if name == tied:
             continue  # its weight is the embedding's, whether the declaration names it or not
-        are_experts = has_stacks(part) if widened else is_experts(part)
-        names = stored.names
-        if are_experts and _are_joined(names.in_files(name), entries):
-            continue
-        if are_experts:
+        if has_stacks(part) if widened else is_experts(part):
+            if _are_joined(stored.names.in_files(name), files):
+                continue
             made = NarrowExperts(part, None)
             if _are_narrow(name, made, stored):
-                experts[name] = StoredExperts.find(name, made, stored, entries, home, cut)
+                experts[name] = StoredExperts.find(name, made, stored, files, cut)
                 model.set_submodule(name, made)
-            continue
-        scheme = stored.scheme(name) if type(part) in (nn.Linear, nn.Embedding) else None
-        if scheme is None or (type(part) is nn.Embedding and scheme.dialect is not Dialect.GGUF):
-            continue
-        rows, columns = _shape(part)
-        if not rows * columns:
-            continue  # of 0 shared experts
-        refusal = scheme.format.refuse(rows, columns)
-        if refusal is not None:
-            raise BadCheckpoint(
-                f"{path}: {name} cannot be stored as declared",
-                why=refusal,
-                ways_out=(COMPARE_CONFIG,),
-            )
-        of, whole = cut.get(f"{name}.weight", (None, (rows, columns)))
-        found: dict[str, tuple[str, tuple[int, ...]]] = {}
-        for short, wanted in parts_of(scheme, whole[0], whole[1]).items():
-            entry = find_part(f"{names.in_files(name)}.{short}", wanted, entries)
-            if entry is None:
-                continue
-            held = _held(scheme, short, tuple(entry.shape), (whole[0], whole[1]), of)
-            found[short] = entry.dtype, held
-            if wanted.is_scale:
-                scales = read_tensor(home[entry.name], entry.name)
-                check_scales(entry.name, scales, wanted.ways_out)
-            if wanted.role is Role.ORDER:
-                read_order(entry.name, read_tensor(home[entry.name], entry.name), scheme)
-        if isinstance(part, nn.Embedding):
-            model.set_submodule(name, StoredEmbedding(scheme, part, found))
-        else:
-            assert isinstance(part, nn.Linear)
-            model.set_submodule(name, StoredLinear(scheme, part, found))
+        elif type(part) in (nn.Linear, nn.Embedding):
+            assert isinstance(part, nn.Linear | nn.Embedding)
+            awaiting = _awaiting_stored(name, part, stored, files, cut.get(f"{name}.weight"))
+            if awaiting is not None:
+                model.set_submodule(name, awaiting)
     return experts
+
+
+def _awaiting_stored(
+    name: str,
+    part: nn.Linear | nn.Embedding,
+    stored: Stored,
+    files: TensorFiles,
+    cut: CutOfWhole | None,
+) -> StoredLinear | None:
+    """Returns the temporary layer for the checkpoint's tensors; None if the layer's weight is not narrow.
+
+    cut: of the layer's weight; None if this rank has the whole. Raises as `await_stored`.
+    """
+    scheme = stored.scheme(name)
+    if scheme is None or (isinstance(part, nn.Embedding) and scheme.dialect is not Dialect.GGUF):
+        return None
+    rows, columns = _shape(part)
+    if not rows * columns:
+        return None  # of 0 shared experts
+    refusal = scheme.format.refuse(rows, columns)
+    if refusal is not None:
+        raise BadCheckpoint(
+            f"{files.directory}: {name} cannot be stored as declared",
+            why=refusal,
+            ways_out=(COMPARE_CONFIG,),
+        )
+    of_rank = None
+    if cut is not None:
+        of_rank, (rows, columns) = cut
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for short, wanted in parts_of(scheme, rows, columns).items():
+        entry = files.find(f"{stored.names.in_files(name)}.{short}", wanted)
+        if entry is None:
+            continue
+        held = _held(scheme, short, tuple(entry.shape), (rows, columns), of_rank)
+        tensors[short] = entry.dtype, held
+        if wanted.is_scale:
+            check_scales(entry.name, files.read(entry.name), wanted.ways_out)
+        if wanted.role is Role.ORDER:
+            read_order(entry.name, files.read(entry.name), scheme)
+    if isinstance(part, nn.Embedding):
+        return StoredEmbedding(scheme, part, tensors)
+    return StoredLinear(scheme, part, tensors)
 
 
 def _are_narrow(name: str, experts: NarrowExperts, stored: Stored) -> bool:
@@ -425,17 +462,16 @@ def _are_narrow(name: str, experts: NarrowExperts, stored: Stored) -> bool:
     return stored.scheme(names.matrix(name, 0, names.gate)) is not None
 
 
-def _are_joined(path: str, entries: Mapping[str, TensorEntry]) -> bool:
+def _are_joined(path: str, files: TensorFiles) -> bool:
     """Returns whether files hold numbers of all experts in one tensor, which no declaration names."""
-    found = entries.get(f"{path}.{PRODUCTS[0]}")
+    found = files.entries.get(f"{path}.{PRODUCTS[0]}")
     return found is not None and found.dtype in WIDE_BYTES
 
 
-def _shape(part: nn.Module) -> tuple[int, int]:
+def _shape(part: nn.Linear | nn.Embedding) -> tuple[int, int]:
     """Returns rows and columns of a linear layer's or an embedding's weight."""
     if isinstance(part, nn.Embedding):
         return part.num_embeddings, part.embedding_dim
-    assert isinstance(part, nn.Linear)
     return part.out_features, part.in_features
 
 

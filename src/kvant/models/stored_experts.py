@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from kvant.errors import BadCheckpoint
-from kvant.kv.checkpoint.safetensors_header import TensorEntry
+from kvant.kv.checkpoint.safetensors_header import TensorEntry, read_headers
 from kvant.models.file_names import FileNames
 from kvant.models.fused.narrow_experts import NarrowExperts
-from kvant.models.sharding.cuts import Cut, Rule
+from kvant.models.sharding.cuts import Cut, CutOfWhole, Rule
 from kvant.models.sharding.narrow import cut_part
 from kvant.models.stored import Stored
 from kvant.weights.codecs import NarrowStack, NarrowWeight, can_join, decode, join
@@ -37,17 +37,39 @@ def read_tensor(file: Path, name: str, device: str = "cpu", cut: Cut | None = No
         return torch.cat([source[(*at, slice(start, end))] for start, end in cut.ranges], cut.dim)
 
 
-def find_part(name: str, part: Part, entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    """Returns the header's entry of a tensor, None for an optional one that is absent.
+@dataclass(frozen=True, slots=True)
+class TensorFiles:
+    """All tensors of a directory, by name. entries: of their headers. files: that have them."""
 
-    Raises BadCheckpoint for a missing one, and for another shape or dtype.
-    """
-    entry = entries.get(name)
-    if entry is None:
-        check_part(name, part, None, None)
-        return None
-    check_part(name, part, entry.dtype, tuple(entry.shape))
-    return entry
+    directory: Path
+    entries: Mapping[str, TensorEntry]
+    files: Mapping[str, Path]
+
+    @staticmethod
+    def of(directory: Path) -> TensorFiles:
+        """Reads the headers in `directory`; there are no tensors without safetensors files."""
+        entries: dict[str, TensorEntry] = {}
+        files: dict[str, Path] = {}
+        for header in read_headers(directory) or ():
+            entries |= header.tensors
+            files |= dict.fromkeys(header.tensors, header.path)
+        return TensorFiles(directory, entries, files)
+
+    def find(self, name: str, part: Part) -> TensorEntry | None:
+        """Returns the header's entry of a tensor, None for an optional one that is absent.
+
+        Raises BadCheckpoint for a missing one, and for another shape or dtype.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            check_part(name, part, None, None)
+            return None
+        check_part(name, part, entry.dtype, tuple(entry.shape))
+        return entry
+
+    def read(self, name: str) -> Tensor:
+        """Reads a whole tensor [..] to the CPU."""
+        return read_tensor(self.files[name], name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,7 @@ class ExpertCut:
     def of(
         shape: tuple[int, int, int],
         parts: int,
-        cut: tuple[Cut, tuple[int, ...]] | None,
+        cut: CutOfWhole | None,
         *,
         turned: bool,
     ) -> ExpertCut:
@@ -124,9 +146,8 @@ class StoredExperts:
         name: str,
         module: NarrowExperts,
         stored: Stored,
-        entries: Mapping[str, TensorEntry],
-        home: Mapping[str, Path],
-        cut: Mapping[str, tuple[Cut, tuple[int, ...]]],
+        tensors: TensorFiles,
+        cut: Mapping[str, CutOfWhole],
     ) -> StoredExperts:
         """Finds and checks the tensors for `module`, by the files' headers. cut: as in `NarrowConfig`.
 
@@ -163,9 +184,9 @@ class StoredExperts:
                     for short, part in parts_of(scheme, rows, columns).items()
                 }
             for full, part in wanted.items():
-                entry = find_part(full, part, entries)
+                entry = tensors.find(full, part)
                 if entry is not None:
-                    files[full], shapes[full] = home[full], tuple(entry.shape)
+                    files[full], shapes[full] = tensors.files[full], tuple(entry.shape)
         return StoredExperts(name, stored.names, schemes, files, shapes, cuts)
 
     def read_into(self, module: NarrowExperts, device: torch.device) -> None:

@@ -213,6 +213,10 @@ class Cut:
         return self.length / self.width
 
 
+CutOfWhole = tuple[Cut, tuple[int, ...]]
+"""A cut, and the shape of the whole tensor."""
+
+
 class Cuts:
     """The cuts of one model for one rank. geometry: of the whole model."""
 

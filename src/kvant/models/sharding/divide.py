@@ -20,7 +20,7 @@ from kvant.kv.checkpoint.safetensors_header import find_weight_files
 from kvant.kv.format import Side
 from kvant.kv.spec import KVPlan
 from kvant.models.recurrent.mixers import MIXERS
-from kvant.models.sharding.cuts import SUMMED, Cut, Cuts, Rule
+from kvant.models.sharding.cuts import SUMMED, Cut, CutOfWhole, Cuts, Rule
 from kvant.models.sharding.narrow import CutOf, cut_part
 from kvant.models.sharding.shard import Shard
 from kvant.models.stored import Stored
@@ -92,7 +92,7 @@ class Divided:
 
     def __init__(self, cuts: Cuts, group: Group, stored: Stored | None = None) -> None:
         self._cuts, self._group, self._stored = cuts, group, stored
-        self.cut: dict[str, tuple[Cut, tuple[int, ...]]] = {}
+        self.cut: dict[str, CutOfWhole] = {}
         """Parameters that `resize` cut: path -> cut and whole shape."""
 
     def resize(self, module: nn.Module) -> None:

@@ -31,6 +31,11 @@ class ModelFacts:
     shape: ModelShape | None = None
     tensors: Tensors | None = None
 
+    @property
+    def parameters(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Names and shapes of a probed model's weights; none if Kvant lists them from the config."""
+        return () if self.shape is None else self.shape.parameters
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:

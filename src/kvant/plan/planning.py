@@ -19,7 +19,7 @@ from kvant.models.forward_info import ForwardChoice, ForwardFacts
 from kvant.models.geometry import DraftFacts, fix_rotary, read_draft_geometry
 from kvant.models.quantization import check_quantization
 from kvant.models.select import select_forward
-from kvant.models.shape import ShapeSource
+from kvant.models.shape import ModelShape, ShapeSource
 from kvant.models.sharding.shard import rank_geometry
 from kvant.models.stored import (
     NotStored,
@@ -60,8 +60,9 @@ _MOST_DRAFT_STATES = 32
 def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     """Returns the plan for `request`. Pure: reads no file and no device.
 
-    If facts.memory is given, the plan divides this machine's memory, chooses max_model_len, and says in
-    `refusal` why an engine could not run it. Raises ConfigError for a request that is wrong on any device.
+    facts: of the target, with its shape, and of the drafter if the request names one. If facts.memory is
+    given, the plan divides this machine's memory, chooses max_model_len, and says in `refusal` why an engine
+    could not run it. Raises ConfigError for a request that is wrong on any device.
     """
     shape = facts.target.shape
     assert shape is not None, "a target has a shape"
@@ -75,10 +76,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     division = None
     if ranks > 1:
         target, division = divide(request, target, drafts=facts.draft is not None)
-    asked = ForwardFacts(
-        target.config, geometry, target.kv.compute_dtype, request.device,
-        request.quantization, request.batch_invariant, ranks, facts.target.weights.matrices(geometry),
-    )  # fmt: skip
+    asked = _forward_facts(request, facts.target, geometry, target.kv.compute_dtype)
     forward = with_activations(select_forward(asked), request.activations, asked)
     _refuse_drafts_over_states(request, geometry)
     draft: PlannedModel | None = None
@@ -90,22 +88,19 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
             draft_audit = audit_drafter(
                 facts.draft.tensors, draft.config, draft.geometry, draft_facts, draft.kv
             )
-    limits = _limits(request, target)
-    _refuse_offload(request, geometry, limits)
-    counts = _draft_counts(request.speculative, draft_facts, limits)
-    if geometry.has_states and counts:
-        places = min(_MOST_DRAFT_STATES, limits.max_num_seqs * max(counts))
-        limits = replace(limits, draft_states=places)
+    limits, counts = _limits_and_drafts(request, target, draft_facts)
     beside = None
     if not request.on_cpu:
         beside = workspaces(
             rank_geometry(geometry, ranks), target.config, target.kv.compute_dtype, limits, counts,
             batch_invariant=request.batch_invariant, forward_bytes=forward.extra_bytes,
         )  # fmt: skip
+    audit = None
+    if facts.target.tensors is not None:
+        audit = audit_weights(facts.target.tensors, _use(shape, target, forward, ranks))
+        if division is None:
+            target = _without_unread(request, facts.target, target, forward, audit)
     memory = facts.memory
-    audit = _audit(facts.target, target, forward, ranks)
-    if audit is not None and division is None:
-        target = _without_unread(request, facts.target, target, audit)
     plan = Plan(
         request, target, forward, rotary, draft, draft_facts, counts, limits,
         total_bytes=request.memory_bytes if memory is None else memory.total,
@@ -173,6 +168,19 @@ def _refuse_offload(request: PlanRequest, geometry: ModelGeometry, limits: Limit
             why="a prefix continues from a state of its layers, and --state-cache-memory holds none",
             ways_out=(WayOut("leave out --state-cache-memory"),),
         )
+
+
+def _limits_and_drafts(
+    request: PlanRequest, target: PlannedModel, draft_facts: DraftFacts | None
+) -> tuple[Limits, tuple[int, ...]]:
+    """Returns the limits, with room for states behind drafts, and the numbers of drafts (`_draft_counts`)."""
+    limits = _limits(request, target)
+    _refuse_offload(request, target.geometry, limits)
+    counts = _draft_counts(request.speculative, draft_facts, limits)
+    if target.geometry.has_states and counts:
+        places = min(_MOST_DRAFT_STATES, limits.max_num_seqs * max(counts))
+        limits = replace(limits, draft_states=places)
+    return limits, counts
 
 
 def _limits(request: PlanRequest, target: PlannedModel) -> Limits:
@@ -260,32 +268,35 @@ def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | Non
     return None if stored is None else stored.summary
 
 
-def _audit(
-    facts: ModelFacts, target: PlannedModel, forward: ForwardChoice, ranks: int
-) -> WeightAudit | None:
-    """Returns what every stored tensor is for; None without files to look into."""
-    if facts.tensors is None:
-        return None
+def _use(shape: ModelShape, target: PlannedModel, forward: ForwardChoice, ranks: int) -> Use:
+    """Returns what the plan does with the target's weights, for their audit."""
     listed = models_weights(target.config, target.geometry)
     names = names_in_files(target.config)
-    return audit_weights(
-        facts.tensors,
-        Use(
-            declared_weights(target.config),
-            forward.stored,
-            target.narrow or "decoded while they are loaded",
-            forward.quantization,
-            forward.activations,
-            None if isinstance(listed, str) else listed,
-            target.kv,
-            rounds_head=ranks == 1,
-            layers=place_of_layers(target.geometry),
-            parameters=dict(target.parameters),
-            in_files=dict(() if facts.shape is None else facts.shape.stored),
-            linear=() if facts.shape is None else tuple(map(names.in_files, facts.shape.linear)),
-            embeddings=() if facts.shape is None else facts.shape.embeddings,
-        ),
+    return Use(
+        declared=declared_weights(target.config),
+        stored=forward.stored,
+        decoded=target.narrow or "decoded while they are loaded",
+        rounded=forward.quantization,
+        activations=forward.activations,
+        weights=None if isinstance(listed, str) else listed,
+        kv=target.kv,
+        rounds_head=ranks == 1,
+        layers=place_of_layers(target.geometry),
+        parameters=dict(shape.parameters),
+        in_files=dict(shape.stored),
+        linear=tuple(map(names.in_files, shape.linear)),
+        embeddings=shape.embeddings,
     )
+
+
+def _forward_facts(
+    request: PlanRequest, facts: ModelFacts, geometry: ModelGeometry, compute: ComputeDtype
+) -> ForwardFacts:
+    """Returns what the choice of the target's forward depends on."""
+    return ForwardFacts(
+        facts.config, geometry, compute, request.device, request.quantization,
+        request.batch_invariant, request.tensor_parallel_size, facts.weights.matrices(geometry),
+    )  # fmt: skip
 
 
 def _stored(
@@ -308,86 +319,88 @@ def _stored(
 
 
 def _kept_matrices(
-    request: PlanRequest,
-    facts: ModelFacts,
-    geometry: ModelGeometry,
-    compute: ComputeDtype,
-    role: Role,
+    request: PlanRequest, facts: ModelFacts, geometry: ModelGeometry, compute: ComputeDtype
 ) -> ComputeDtype | None:
-    """`ForwardChoice.matrices` of the forward that will run a target on a CPU."""
-    if not request.on_cpu or role is Role.DRAFT or facts.weights.matrices(geometry) is None:
+    """`ForwardChoice.matrices` of the forward that will run the target."""
+    if not request.on_cpu or facts.weights.matrices(geometry) is None:
         return None
-    asked = ForwardFacts(
-        facts.config, geometry, compute, request.device, request.quantization,
-        request.batch_invariant, request.tensor_parallel_size, facts.weights.matrices(geometry),
-    )  # fmt: skip
-    return select_forward(asked).matrices
+    return select_forward(_forward_facts(request, facts, geometry, compute)).matrices
 
 
 def _weights(
-    request: PlanRequest,
     facts: ModelFacts,
     geometry: ModelGeometry,
     compute: ComputeDtype,
-    role: Role,
+    stored: Stored | NotStored | None,
+    matrices: ComputeDtype | None,
 ) -> WeightBytes:
-    """Returns the bytes of weights that are not rounded while they are loaded."""
-    stored = _stored(request, facts.config, geometry, compute)
+    """Returns the bytes of weights that are not rounded while they are loaded.
+
+    stored: from `_stored`. matrices: from `_kept_matrices`; None for a drafter.
+    """
     return weight_bytes_of(
         facts.weights, facts.config, geometry,
         compute=compute,
         decoded=facts.are_decoded and not isinstance(stored, Stored),
         num_weights=None if facts.shape is None else facts.shape.num_weights,
-        parameters=() if facts.shape is None else facts.shape.parameters,
-        matrices=_kept_matrices(request, facts, geometry, compute, role),
+        parameters=facts.parameters,
+        matrices=matrices,
         names=names_in_files(facts.config),
     )  # fmt: skip
 
 
 def _without_unread(
-    request: PlanRequest, facts: ModelFacts, target: PlannedModel, audit: WeightAudit
+    request: PlanRequest,
+    facts: ModelFacts,
+    target: PlannedModel,
+    forward: ForwardChoice,
+    audit: WeightAudit,
 ) -> PlannedModel:
     """Returns the target without bytes of tensors that nothing reads.
 
     They are towers of a text model, layers that predict further tokens, and unused scales.
     """
+    if request.quantization is not None:
+        return target  # its bytes are counted from the config
     sizes = dict(facts.weights.by_dtype or {})
     for one in audit.tensors:
         is_unread = one.state is TensorState.UNUSED
         if is_unread and one.dtype in sizes and one.shape is not None:
             sizes[one.dtype] -= bytes_of(one.dtype, one.shape)
-    if request.quantization is not None or sizes == facts.weights.by_dtype:
+    if sizes == facts.weights.by_dtype:
         return target
     read = replace(facts, weights=replace(facts.weights, by_dtype=sizes))
-    compute = target.kv.compute_dtype
-    return replace(target, weights=_weights(request, read, target.geometry, compute, Role.TARGET))
+    geometry, compute = target.geometry, target.kv.compute_dtype
+    stored = _stored(request, facts.config, geometry, compute)
+    return replace(target, weights=_weights(read, geometry, compute, stored, forward.matrices))
 
 
 def _plan_model(
     request: PlanRequest, asked: KVRequest, facts: ModelFacts, geometry: ModelGeometry, role: Role
 ) -> PlannedModel:
+    """Returns the KV formats and the bytes of weights of the target or the drafter, undivided.
+
+    asked: its KV formats. Raises ConfigError for formats or rounding that this model or device does not have.
+    """
     config, quantization = facts.config, request.quantization
     kv = resolve_kv(request, asked, facts.checkpoint, facts.local.name, geometry, role)
-    stored = _stored(request, config, geometry, kv.compute_dtype)
-    if quantization is None or role is Role.DRAFT:
-        weights = _weights(request, facts, geometry, kv.compute_dtype, role)
+    compute = kv.compute_dtype
+    stored = _stored(request, config, geometry, compute)
+    if role is Role.DRAFT:
+        weights = _weights(facts, geometry, compute, stored, None)
+    elif quantization is None:
+        matrices = _kept_matrices(request, facts, geometry, compute)
+        weights = _weights(facts, geometry, compute, stored, matrices)
     else:
-        check_quantization(quantization, request.device, kv.compute_dtype)
+        check_quantization(quantization, request.device, compute)
         weights = quantized_weight_bytes(
-            config, geometry, quantization, compute=None if request.on_cpu else kv.compute_dtype,
-            ranks=request.tensor_parallel_size,
-            parameters=() if facts.shape is None else facts.shape.parameters,
+            config, geometry, quantization, compute=None if request.on_cpu else compute,
+            ranks=request.tensor_parallel_size, parameters=facts.parameters,
         )  # fmt: skip
-    source = ShapeSource.CONFIG if facts.shape is None else facts.shape.source
     return PlannedModel(
-        facts.local,
-        config,
-        geometry,
-        facts.checkpoint,
-        weights,
-        kv,
-        facts.refusal,
-        source,
-        _in_words(stored, facts),
-        () if facts.shape is None else facts.shape.parameters,
-    )
+        facts.local, config, geometry, facts.checkpoint, weights, kv,
+        refusal=facts.refusal,
+        shape_source=ShapeSource.CONFIG if facts.shape is None else facts.shape.source,
+        narrow=_in_words(stored, facts),
+        parameters=facts.parameters,
+    )  # fmt: skip

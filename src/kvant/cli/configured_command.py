@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, ClassVar
 
@@ -69,64 +70,57 @@ class ConfiguredCommand(TyperCommand):
         return found
 
     def read(self, args: Sequence[str], refused: list[BadValue]) -> Iterator[str]:
-        """Yields the arguments in this command's flags. Appends errors of refused arguments to `refused`."""
-        known = {
-            flag: param
-            for param in self.params
-            if isinstance(param, TyperOption)
-            for flag in (*param.opts, *param.secondary_opts)
-        }
-        named_as = ("--model", "-m") if any(_is_model(param) for param in self.params) else ()
-        objects: dict[str, dict[str, Any]] = {}  # of dotted flags: --speculative-config.method
-        rest = deque(args)
-        has_model = False
-        while rest:
-            argument = rest.popleft()
+        """Yields the arguments in this command's flags. Appends errors of refused arguments to `refused`.
+
+        Raises BadValue for a flag without its value, since the flags behind it cannot be told then.
+        """
+        line = _Line(deque(args), self._options(), refused)
+        while line.rest:
+            argument = line.rest.popleft()
             if argument == "--":
                 yield argument
-                yield from rest
+                yield from line.rest
                 break
             if not argument.startswith("-") or argument == "-" or argument[1].isdigit():
-                has_model = True
+                line.has_model = True
                 yield argument
-                continue
-            flag, has_value, value = argument.partition("=")
-            flag, keys = self._spelled(flag, known)
-            if keys.startswith("="):  # -O3
-                has_value, value = "=", keys[1:]
-            param, one = known.get(flag), self.foreign.get(flag)
-            if flag in ("--help", "-h"):
-                yield "--help"
-            elif flag in named_as and param is None:
-                has_model = True
-                yield value if has_value else _next(rest, flag, known)
-            elif param is None and one is not None:
-                if one.takes_value and not has_value:
-                    value = _next(rest, flag, known)
-                    list(_more(rest, if_any=has_model))
-                try:
-                    yield from _carried_over(flag, value, one)
-                except BadValue as fault:
-                    refused.append(fault)
-            elif param is None and not _is_short(flag, known):
-                if not any(flag in str(fault) for fault in refused):
-                    refused.append(self._unknown(flag, known))
-            elif param is None or param.is_flag:
-                yield flag + has_value + value
             else:
-                if not has_value:
-                    value = _next(rest, flag, known)
-                if keys:
-                    _put(objects.setdefault(flag, {}), keys.replace("-", "_"), value)
-                    continue
-                more = _more(rest, if_any=has_model and param.multiple)
-                try:
-                    for one_value in (value, *more):
-                        yield from _valued(flag, one_value, param)
-                except BadValue as fault:
-                    refused.append(fault)
-        for flag, body in objects.items():
+                yield from self._read_flag(argument, line)
+        for flag, body in line.objects.items():
             yield from (flag, json.dumps(body))
+
+    def _options(self) -> dict[str, TyperOption]:
+        """Returns this command's options by each of their flags."""
+        options = (param for param in self.params if isinstance(param, TyperOption))
+        return {flag: param for param in options for flag in (*param.opts, *param.secondary_opts)}
+
+    def _read_flag(self, argument: str, line: _Line) -> Iterator[str]:
+        """Yields a flag, and its values from the same argument or from the rest of the line."""
+        spelled, has_value, after = argument.partition("=")
+        flag, keys = self._spelled(spelled, line.known)
+        value = after if has_value else None
+        if keys.startswith("="):  # -O3
+            value = keys[1:]
+        as_given = flag if value is None else f"{flag}={value}"
+        param, foreign = line.known.get(flag), self.foreign.get(flag)
+        if flag in ("--help", "-h"):
+            yield "--help"
+        elif param is not None and not param.is_flag:
+            yield from _read_option(flag, keys, value, param, line)
+        elif param is not None:
+            yield as_given
+        elif flag in ("--model", "-m") and any(_is_model(param) for param in self.params):
+            line.has_model = True
+            yield line.take_value(flag) if value is None else value
+        elif foreign is not None:
+            if foreign.takes_value and value is None:
+                value = line.take_value(flag)
+                list(line.take_more(if_any=line.has_model))
+            yield from line.kept(_carried_over(flag, value or "", foreign))
+        elif _is_short(flag, line.known):
+            yield as_given
+        elif not any(flag in str(fault) for fault in line.refused):
+            line.refused.append(self._unknown(flag, line.known))
 
     def _spelled(self, flag: str, known: Mapping[str, object]) -> tuple[str, str]:
         """Returns a flag's usual name, and the keys after its first dot, or = and an attached value."""
@@ -206,21 +200,56 @@ def _is_model(param: object) -> bool:
     return isinstance(param, TyperArgument) and param.name == "model"
 
 
-def _next(words: deque[str], flag: str, known: Mapping[str, object]) -> str:
-    """Removes and returns the value of a flag. Raises BadValue if the line ends, or goes on with a flag."""
-    if words and words[0] not in known:
-        return words.popleft()
-    behind = f"{words[0]} comes behind it" if words else "the command line ends behind it"
-    raise BadValue(f"{flag} needs a value", why=behind)
+@dataclass
+class _Line:
+    """A command line while it is read.
 
-
-def _more(words: deque[str], *, if_any: bool) -> Iterator[str]:
-    """Removes and yields further values of a flag, as in `--served-model-name A B`, up to the next flag.
-
-    if_any: whether words may be values. Before the model's name they may not: a word may be that name.
+    rest: its words that are not read yet. known: the command's options by flag. refused: errors so far.
+    objects: values of dotted flags (--speculative-config.method), by flag. has_model: the model's name was
+    read.
     """
-    while if_any and words and not words[0].startswith("-"):
-        yield words.popleft()
+
+    rest: deque[str]
+    known: Mapping[str, TyperOption]
+    refused: list[BadValue]
+    objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    has_model: bool = False
+
+    def take_value(self, flag: str) -> str:
+        """Removes and returns a flag's value. Raises BadValue if the line ends, or goes on with a flag."""
+        rest = self.rest
+        if rest and rest[0] not in self.known:
+            return rest.popleft()
+        behind = f"{rest[0]} comes behind it" if rest else "the command line ends behind it"
+        raise BadValue(f"{flag} needs a value", why=behind)
+
+    def take_more(self, *, if_any: bool) -> Iterator[str]:
+        """Removes and yields further values, as in `--served-model-name A B`, up to the next flag.
+
+        if_any: whether words may be values. Before the model's name they may not: a word may be that name.
+        """
+        while if_any and self.rest and not self.rest[0].startswith("-"):
+            yield self.rest.popleft()
+
+    def kept(self, words: Iterator[str]) -> Iterator[str]:
+        """Yields words until they raise BadValue, which is refused with the others."""
+        try:
+            yield from words
+        except BadValue as fault:
+            self.refused.append(fault)
+
+
+def _read_option(
+    flag: str, keys: str, value: str | None, param: TyperOption, line: _Line
+) -> Iterator[str]:
+    """Yields an option with its values. A dotted one, whose keys are not "", goes to `line.objects`."""
+    if value is None:
+        value = line.take_value(flag)
+    if keys:
+        _put(line.objects.setdefault(flag, {}), keys.replace("-", "_"), value)
+        return
+    values = [value, *line.take_more(if_any=line.has_model and param.multiple)]
+    yield from line.kept(word for one in values for word in _valued(flag, one, param))
 
 
 def _joined(refused: Sequence[BadValue]) -> BadValue:

@@ -132,6 +132,7 @@ def test_spellings_are_read(given: list[str], read: list[str]) -> None:
     ("given", "words"),
     [
         (["--strange-flag"], ["has no option --strange-flag", "kvant serve --help"]),
+        (["--strange-flag", "--strange", "--strange"], ["2 flags", "has no option --strange\n"]),
         (["--max-model-length", "5"], ["did you mean --max-model-len?"]),
         (["-pp", "2"], ["--pipeline-parallel-size 2", "--tensor-parallel-size"]),
         (["--convert=classify"], ["classify", "--task embed"]),

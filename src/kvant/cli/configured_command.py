@@ -119,7 +119,8 @@ class ConfiguredCommand(TyperCommand):
             yield from line.kept(_carried_over(flag, value or "", foreign))
         elif _is_short(flag, line.known):
             yield as_given
-        elif not any(flag in str(fault) for fault in line.refused):
+        elif flag not in line.unknown:
+            line.unknown.add(flag)
             line.refused.append(self._unknown(flag, line.known))
 
     def _spelled(self, flag: str, known: Mapping[str, object]) -> tuple[str, str]:
@@ -205,14 +206,15 @@ class _Line:
     """A command line while it is read.
 
     rest: its words that are not read yet. known: the command's options by flag. refused: errors so far.
-    objects: values of dotted flags (--speculative-config.method), by flag. has_model: the model's name was
-    read.
+    objects: values of dotted flags (--speculative-config.method), by flag. unknown: flags refused as unknown.
+    has_model: the model's name was read.
     """
 
     rest: deque[str]
     known: Mapping[str, TyperOption]
     refused: list[BadValue]
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
     has_model: bool = False
 
     def take_value(self, flag: str) -> str:

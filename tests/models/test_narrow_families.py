@@ -24,7 +24,7 @@ from kvant.models.load import load_model
 from kvant.models.loaded import LoadedModel
 from kvant.models.quantization import Quantization, format_of
 from kvant.models.stored import _EXPERTS_APART, _ROUNDED, names_in_files
-from kvant.models.weights import probed_weights
+from kvant.models.weights import weights_in_files
 from kvant.plan.plan import Plan, PlanRequest
 from kvant.sampling.sampling_params import SamplingParams
 from kvant.weights.codecs import decode, encode
@@ -310,8 +310,11 @@ def test_layers_beside_experts_are_declared_by_their_names_in_files(tmp_path: Pa
     (path / "config.json").write_text(json.dumps(config))
 
     planned = plan_with(path, numbers, "shared_mlp")
-    geometry = planned.target.geometry
-    listed = probed_weights(planned.target.parameters, geometry, _EXPERTS_APART["hy_v3"])
+    target = planned.target
+    geometry, names = target.geometry, _EXPERTS_APART["hy_v3"]
+    assert target.parameters
+    listed = weights_in_files(target.config, geometry, target.parameters, names)
+    assert not isinstance(listed, str)
     beside = {f"{one.name}.weight" for one in listed if "shared" in one.name}
     assert beside == {name for name in numbers if "shared_mlp" in name}
     model = loading.load_as_on_gpu(path, geometry, FUSED)

@@ -164,11 +164,10 @@ def estimate_weight_bytes(
     recipe = None if decoded else read_recipe(config)
     if isinstance(recipe, NoRecipe):
         return WeightBytes(None, None, recipe.reason)
-    probed = tuple(probed_weights(parameters, geometry, names))
-    weights = probed or models_weights(config, geometry)
+    weights = weights_in_files(config, geometry, parameters, names)
     if isinstance(weights, str):
         return WeightBytes(None, None, weights)
-    found = _sum(in_files(weights, names), recipe, ELEMENT_BYTES[compute or geometry.dtype])
+    found = _sum(weights, recipe, ELEMENT_BYTES[compute or geometry.dtype])
     reason = "counted from config.json"
     if decoded:
         reason += ": codes are decoded while they are loaded"
@@ -216,20 +215,29 @@ def place_of_layers(geometry: ModelGeometry) -> str:
     return f"{above}.layers" if found else ""
 
 
-def in_files(weights: Iterable[Weight], names: FileNames) -> Iterator[Weight]:
-    """Yields weights by their names in files."""
-    for weight in weights:
-        yield replace(weight, name=names.in_files(weight.name))
+def weights_in_files(
+    config: Mapping[str, Any],
+    geometry: ModelGeometry,
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+    names: FileNames,
+) -> tuple[Weight, ...] | str:
+    """Returns every weight of the model by its name in files, or why they cannot be listed.
+
+    parameters: names and shapes of a probed model's weights; () for a model that Kvant lists. names: of
+    experts' matrices, and of layers beside them.
+    """
+    if parameters:
+        return tuple(_probed_weights(parameters, geometry, names))
+    listed = models_weights(config, geometry)
+    if isinstance(listed, str):
+        return listed
+    return tuple(replace(weight, name=names.in_files(weight.name)) for weight in listed)
 
 
-def probed_weights(
+def _probed_weights(
     parameters: Iterable[tuple[str, tuple[int, ...]]], geometry: ModelGeometry, names: FileNames
 ) -> Iterator[Weight]:
-    """Yields a probed model's weights by their names in files, as in `list_weights`.
-
-    parameters: names and shapes of transformers' modules. names: of experts' matrices, and of layers beside
-    them.
-    """
+    """Yields a probed model's weights as in `weights_in_files`, with experts' stacks as single matrices."""
     for weight in _of_parameters(parameters, place_of_layers(geometry), drops=False):
         module, _, product = weight.name.rpartition(".")
         if weight.kind is not WeightKind.EXPERT or product not in PRODUCTS:

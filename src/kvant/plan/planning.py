@@ -79,15 +79,7 @@ def make_plan(request: PlanRequest, facts: Facts) -> Plan:
     asked = _forward_facts(request, facts.target, geometry, target.kv.compute_dtype)
     forward = with_activations(select_forward(asked), request.activations, asked)
     _refuse_drafts_over_states(request, geometry)
-    draft: PlannedModel | None = None
-    draft_facts: DraftFacts | None = None
-    draft_audit: WeightAudit | None = None
-    if request.speculative is not None and facts.draft is not None:
-        draft, draft_facts = _plan_draft(request, request.speculative, facts.draft, geometry)
-        if facts.draft.tensors is not None:
-            draft_audit = audit_drafter(
-                facts.draft.tensors, draft.config, draft.geometry, draft_facts, draft.kv
-            )
+    draft, draft_facts, draft_audit = _plan_draft(request, facts.draft, geometry)
     limits, counts = _limits_and_drafts(request, target, draft_facts)
     beside = None
     if not request.on_cpu:
@@ -241,9 +233,15 @@ def _draft_counts(
 
 
 def _plan_draft(
-    request: PlanRequest, asked: SpeculativeConfig, facts: ModelFacts, target: ModelGeometry
-) -> tuple[PlannedModel, DraftFacts]:
-    """Plans the drafter from its own request, checkpoint and geometry, in the same way as the target."""
+    request: PlanRequest, facts: ModelFacts | None, target: ModelGeometry
+) -> tuple[PlannedModel | None, DraftFacts | None, WeightAudit | None]:
+    """Plans the drafter from its own request, checkpoint and geometry, in the same way as the target.
+
+    facts: of the drafter; without one there is no result. The audit is None without files to look into.
+    """
+    asked = request.speculative
+    if asked is None or facts is None:
+        return None, None, None
     geometry, draft_facts = read_draft_geometry(facts.config, target)
     read_network(facts.config)
     most = draft_facts.block_size - 1
@@ -257,7 +255,11 @@ def _plan_draft(
     kv = request.requests.for_draft()
     if asked.kv_cache_dtype is not None:
         kv = replace(kv, explicit=(asked.kv_cache_dtype, *kv.explicit))
-    return _plan_model(request, kv, facts, geometry, Role.DRAFT), draft_facts
+    draft = _plan_model(request, kv, facts, geometry, Role.DRAFT)
+    audit = None
+    if facts.tensors is not None:
+        audit = audit_drafter(facts.tensors, draft.config, draft.geometry, draft_facts, draft.kv)
+    return draft, draft_facts, audit
 
 
 def _in_words(stored: Stored | NotStored | None, facts: ModelFacts) -> str | None:

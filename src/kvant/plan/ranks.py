@@ -25,10 +25,9 @@ from kvant.models.sharding.divided import (
 from kvant.models.stored import NotStored, Stored, read_blocks, read_stored
 from kvant.models.weights import (
     ELEMENT_BYTES,
-    in_files,
     list_weights,
     place_of_layers,
-    probed_weights,
+    weights_in_files,
 )
 from kvant.plan.plan import PlannedModel, PlanRequest
 from kvant.speculative.methods import METHODS
@@ -97,9 +96,9 @@ def divide(
 
 def _weights(target: PlannedModel, names: FileNames) -> tuple[Weight, ...]:
     """Returns the target's weights by their names in files. names: of experts' matrices."""
-    if target.parameters:
-        return tuple(probed_weights(target.parameters, target.geometry, names))
-    return tuple(in_files(list_weights(target.config, target.geometry), names))
+    found = weights_in_files(target.config, target.geometry, target.parameters, names)
+    assert not isinstance(found, str), found  # `check_ranks` listed them
+    return found
 
 
 def _narrow_formats(

@@ -74,6 +74,16 @@ def test_an_element_has_the_same_function_value_wherever_it_stands(dtype: torch.
             assert torch.equal(part.nan_to_num(), whole[start:end].nan_to_num())
 
 
+def test_a_number_to_the_power_of_an_element_has_the_same_bits_wherever_it_stands() -> None:
+    x = numbers(0, 4000)
+    with RowByRow(TiledLinear(), "SomeModel"):
+        whole = 0.3**x
+        parts = {(start, end): 0.3 ** x[start:end] for start, end in ((0, 1), (1, 18), (17, 4000))}
+    for (start, end), part in parts.items():
+        assert torch.equal(part, whole[start:end])
+    torch.testing.assert_close(whole, 0.3**x)
+
+
 def load(family: str, where: Path, dtype: KVDtype, *, mode: bool = True) -> LoadedModel:
     path = tiny.build(family, where)
     geometry = tiny.geometry(family)

@@ -79,10 +79,13 @@ class RowByRow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = dict(kwargs or {})
         if name in _AS_THEY_ARE:
             return func(*args, **options)
-        if name in _ELEMENTWISE and isinstance(args[0], Tensor):
-            others = args[1:]
-            if not any(isinstance(other, Tensor) for other in others):
-                return by_whole_vectors(lambda x: func(x, *others, **options), args[0])
+        if name in _ELEMENTWISE:
+            places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
+            if len(places) == 1:  # not always the first: a number to the power of a tensor
+                before, after = args[: places[0]], args[places[0] + 1 :]
+                return by_whole_vectors(
+                    lambda x: func(*before, x, *after, **options), args[places[0]]
+                )
         if name in _SOFTMAX and args[1] in (-1, args[0].ndim - 1):
             return func(*args, **options)
         own = self._own.get(name)

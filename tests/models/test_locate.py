@@ -134,6 +134,13 @@ def test_a_revision_of_what_has_none_is_refused(tmp_path: Path, name: str) -> No
             "points",
         ),
         ({"model.safetensors.index.json": b"not json"}, r"index\.json"),
+        (
+            {
+                "model-1.safetensors": safetensors(),
+                "model.safetensors.index.json": b'{"weight_map": {"w": "model-1.safetensors"}}',
+            },
+            "has no metadata",
+        ),
     ],
 )
 def test_weights_kvant_does_not_load_are_refused_and_planned_with_a_note(

@@ -18,6 +18,7 @@ from kvant.kv.checkpoint.safetensors_header import (
     INDEX_NAME,
     SINGLE_NAME,
     find_weight_files,
+    is_indexed,
     read_header,
 )
 from kvant.models.geometry.families import is_drafter
@@ -96,10 +97,9 @@ def as_obstacle(refusal: ConfigError) -> str:
 
 
 def missing_weights(directory: Path) -> list[str]:
-    """Returns the missing weight files' names: of those in the index, or of model.safetensors if there is no
-    index. Raises BadCheckpoint for a broken index."""
-    index = directory / INDEX_NAME
-    files = indexed_files(index) if index.is_file() else [SINGLE_NAME]
+    """Returns the missing weight files' names: of those in the index, or of model.safetensors if no index
+    counts. Raises BadCheckpoint for a broken index."""
+    files = indexed_files(directory / INDEX_NAME) if is_indexed(directory) else [SINGLE_NAME]
     return [file for file in files if not (directory / file).is_file()]
 
 
@@ -131,9 +131,21 @@ def _weights_obstacle(directory: Path) -> BadCheckpoint | None:
             )
         for path in find_weight_files(directory).paths:
             read_header(path)
+        if not (directory / SINGLE_NAME).is_file():
+            _check_metadata(directory / INDEX_NAME)
     except BadCheckpoint as broken:
         return broken
     return None
+
+
+def _check_metadata(index: Path) -> None:
+    """Raises BadCheckpoint for an index without a section that transformers needs, whatever it says."""
+    if not isinstance(read_json_object(index).get("metadata"), dict):
+        raise BadCheckpoint(
+            f"{index} has no metadata",
+            why="transformers reads no index without this section",
+            ways_out=[WayOut('add "metadata": {} to the file')],
+        )
 
 
 def has_tokenizer(directory: Path) -> bool:

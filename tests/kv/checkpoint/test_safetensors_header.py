@@ -235,6 +235,17 @@ def test_all_files_of_an_index_are_read_and_no_others(sharded: Path) -> None:
     assert stored(sharded).by_dtype == {"F32": 4, "BF16": 10}
 
 
+def test_a_whole_file_that_the_index_leaves_out_counts_alone(sharded: Path) -> None:
+    write_file(sharded, safetensors_bytes({"c": f32(1.0)}))
+    headers = read_headers(sharded)
+    assert headers is not None
+    assert [header.path.name for header in headers] == ["model.safetensors"], "as in transformers"
+    write_index(sharded, {"a": "one.safetensors", "c": "model.safetensors"})
+    headers = read_headers(sharded)
+    assert headers is not None
+    assert [header.path.name for header in headers] == ["model.safetensors", "one.safetensors"]
+
+
 def test_a_missing_shard_is_an_error_that_names_it(sharded: Path) -> None:
     (sharded / "two.safetensors").unlink()
     with pytest.raises(BadCheckpoint, match=r"two\.safetensors is missing"):

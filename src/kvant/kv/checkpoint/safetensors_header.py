@@ -88,16 +88,29 @@ def find_weight_files(directory: Path) -> WeightFiles:
     """Returns the safetensors files of a model directory, as its index or their names say.
 
     With an index, exactly its files count, and all or none must exist: a part is a broken download.
-    Without one, model.safetensors alone counts, else every safetensors file.
+    Without one that counts, model.safetensors alone counts, else every safetensors file.
     """
-    index = directory / INDEX_NAME
-    if os.path.isfile(index):
-        return _from_index(index)
+    if is_indexed(directory):
+        return _from_index(directory / INDEX_NAME)
     single = directory / SINGLE_NAME
     paths: tuple[Path, ...] = (single,)
     if not os.path.isfile(single):
         paths = tuple(sorted(p for p in directory.glob("*.safetensors") if os.path.isfile(p)))
     return WeightFiles(paths, {}, None, bool(paths))
+
+
+def is_indexed(directory: Path) -> bool:
+    """Returns whether an index says which files count.
+
+    Beside a model.safetensors that it does not name, transformers reads that file alone.
+    """
+    index = directory / INDEX_NAME
+    if not os.path.isfile(index):
+        return False
+    if not os.path.isfile(directory / SINGLE_NAME):
+        return True
+    shard_of = read_json_object(index).get("weight_map")
+    return not isinstance(shard_of, dict) or not shard_of or SINGLE_NAME in shard_of.values()
 
 
 def read_headers(directory: Path) -> tuple[Header, ...] | None:

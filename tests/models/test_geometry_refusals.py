@@ -152,6 +152,13 @@ def test_later_mimo_models_must_say_what_no_class_fills_in() -> None:
     assert "swa_num_key_value_heads" in refused(changed(config, swa_num_key_value_heads=...))
 
 
+def test_a_hybrid_without_a_layer_that_attends_cannot_run() -> None:
+    config = published("qwen3-next-80b-a3b")
+    assert read_geometry(config).not_runnable is None
+    recurrent = {**config, "layer_types": ["linear_attention"] * config["num_hidden_layers"]}
+    assert "none of its layers attends" in str(read_geometry(recurrent).not_runnable)
+
+
 @pytest.mark.parametrize("field", ["kv_lora_rank", "qk_rope_head_dim"])
 def test_mla_needs_its_latent(field: str) -> None:
     assert f"{field} is missing" in refused(published("deepseek-v3", **{field: ...}))

@@ -55,6 +55,7 @@ def test_a_listed_family_is_read_from_its_config() -> None:
             "null in the place of the number that scales",
         ),
         ("kimi_linear", {"num_attention_heads": 0}, "0 heads of queries"),
+        ("lfm2", {"conv_L_cache": 1}, "layer 0 has a convolution over one token"),
     ],
 )
 def test_numbers_without_which_a_probed_model_does_not_start_are_refused(

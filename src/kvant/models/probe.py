@@ -38,7 +38,12 @@ from kvant.models.fused.recipe import Activation, activation_of
 from kvant.models.fused.recipes import recipe_of
 from kvant.models.geometry.families import name_of
 from kvant.models.geometry.fields import Fields, text_section
-from kvant.models.geometry.read import read_dtype, read_max_model_len, read_state_dtype
+from kvant.models.geometry.read import (
+    NONE_ATTENDS,
+    read_dtype,
+    read_max_model_len,
+    read_state_dtype,
+)
 from kvant.models.modules.keywords import handing_over
 from kvant.models.quiet import quiet_transformers
 from kvant.models.recurrent.hook import find_mixers
@@ -280,9 +285,10 @@ def _layers(module: PreTrainedModel, text: PreTrainedConfig) -> tuple[LayerGeome
     if missing:
         raise _CannotRun(_why_missing(missing, count, len(record.calls)))
     if not by_layer:
-        raise _CannotRun(
-            "none of its layers attends: Kvant counts memory in pages of keys and values"
-        )
+        raise _CannotRun(NONE_ATTENDS)
+    for index, (_, states) in record.states.items():
+        if not any(math.prod(state.shape) for state in states):
+            raise _CannotRun(f"layer {index} has a convolution over one token and keeps nothing")
     patterns = [_window_of(mask, text) for mask in record.masks]
     recipe = recipe_of(text.model_type)
     latent = recipe is not None and recipe.attention.latent

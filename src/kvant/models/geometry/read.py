@@ -9,13 +9,15 @@ from typing import Any
 
 from kvant.errors import BadCheckpoint
 from kvant.kv.dtype import ComputeDtype
-from kvant.kv.geometry import ModelGeometry
+from kvant.kv.geometry import Attention, ModelGeometry
 from kvant.models.geometry.declared import refuse_undeclared, type_of_section
 from kvant.models.geometry.families import class_defaults, decoder_weights, find_family, text_fields
-from kvant.models.geometry.family import Family
+from kvant.models.geometry.family import Family, Layers
 from kvant.models.geometry.fields import MAX_LAYERS, MAX_TOKENS, Fields, MissingField, shown
 from kvant.models.geometry.rope import DYNAMIC, check_rotary, rope_section, rope_types
 from kvant.models.geometry.windows import num_layers
+
+NONE_ATTENDS = "none of its layers attends: Kvant counts memory in pages of keys and values"
 
 _MAX_VOCABULARY = 2**28
 
@@ -57,7 +59,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
         hidden_size=fields.integer("hidden_size"),
         max_model_len=read_max_model_len(fields),
-        not_runnable=family.not_runnable,
+        not_runnable=family.not_runnable or _why_none_attends(layers),
         state_dtype=read_state_dtype(fields),
     )
     _refuse_padding(fields, class_defaults(config, family), geometry.vocab_size)
@@ -78,6 +80,10 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         refuse_undeclared(section, said)
         _refuse_dropouts(section)
     return geometry
+
+
+def _why_none_attends(layers: Layers) -> str | None:
+    return NONE_ATTENDS if all(one.attention is Attention.NONE for one in layers) else None
 
 
 def refuse_absurd(config: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
         raise fields.bad("num_experts_per_tok", "the class has no default that chooses experts")
     fields.optional_integer("num_key_value_heads")
     if v3:
-        _check_v3(fields, count)
+        _check_v3(fields)
     elif fields.raw("topk_method") not in _METHODS:
         raise fields.bad("topk_method", f"transformers chooses experts by {' or '.join(_METHODS)}")
     for layer in layers:
@@ -111,11 +111,10 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
 _METHODS = ("greedy", "group_limited_greedy")
 
 
-def _check_v3(fields: Fields, num_experts: int) -> None:
+def _check_v3(fields: Fields) -> None:
     """Raises BadCheckpoint for numbers that the class takes, but does not compute with."""
-    fields.integer("topk_group")
-    if num_experts < 2 * fields.integer("n_group"):
-        raise fields.bad("n_group", "two experts or more of a group make its score")
+    for name in ("n_group", "topk_group"):
+        fields.integer(name)
     rope = fields.integer("qk_rope_head_dim")
     if fields.has("head_dim") and fields.integer("head_dim") != rope:
         raise fields.bad("head_dim", f"{rope} numbers of a head rotate (qk_rope_head_dim)")

@@ -139,7 +139,7 @@ def _weights_obstacle(directory: Path) -> BadCheckpoint | None:
 
 
 def _check_metadata(index: Path) -> None:
-    """Raises BadCheckpoint for an index without a section that transformers needs, whatever it says."""
+    """Raises BadCheckpoint for an index without metadata, even if empty: transformers needs the section."""
     if not isinstance(read_json_object(index).get("metadata"), dict):
         raise BadCheckpoint(
             f"{index} has no metadata",

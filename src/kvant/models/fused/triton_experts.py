@@ -93,7 +93,7 @@ class OneTile:
 
 
 _UPS = (FewTile(16, 128, 128, 3, 4),)
-_DOWNS = FewTile(16, 256, 64, 3, 8), FewTile(16, 128, 64, 4, 4)
+_DOWNS = FewTile(16, 256, 64, 3, 8), *_UPS
 """Large tiles of `few` for unquantised weights of 16 bits, largest first."""
 
 _LARGE_TILES = 160 << 10

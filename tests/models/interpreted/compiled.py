@@ -23,7 +23,7 @@ from kvant.models.fused.few_rows import FewRows
 from kvant.models.fused.layers import Norm, QKNorms
 from kvant.models.fused.recipe import Activation, NormKind, Pairing
 from kvant.models.fused.routing import Routing, Scoring
-from kvant.models.fused.triton_experts import TritonExperts
+from kvant.models.fused.triton_experts import TritonExperts, Unscored
 from kvant.models.fused.triton_kernels import TritonKernels
 from kvant.models.sharding.shard import Shard
 from kvant.parallel.symmetric import MOST_ROWS, MOST_ROWS_OF_TWO, SymmetricSums
@@ -254,6 +254,8 @@ if __name__ == "__main__":
             logits = torch.empty(tokens, count, dtype=torch.bfloat16, device="meta")
             made.apply(x, logits, layer)
         x = x[:64]
+        if made.multiplies(layer.router[0]):
+            made.route(Unscored(x, layer.router), layer.routing, x, x[0], 1e-6)
         choice, _ = made.route(logits[:64], layer.routing, x, x[0], 1e-6)
         made.one_down(x.new_empty(choice.pairs, layer.width), choice, layer, x)
         made.combine_stream(x.new_empty(choice.pairs, hidden), x, x[0])

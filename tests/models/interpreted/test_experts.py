@@ -14,7 +14,14 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from kvant.models.fused import triton_experts
 from kvant.models.fused.experts import Clamp, Experts, GateOrder, TorchExperts
 from kvant.models.fused.routing import Routing, Scoring, route
-from kvant.models.fused.triton_experts import Choice, FewTile, ManyTile, OneTile, TritonExperts
+from kvant.models.fused.triton_experts import (
+    Choice,
+    FewTile,
+    ManyTile,
+    OneTile,
+    TritonExperts,
+    Unscored,
+)
 from kvant.weights.codecs import decode, encode_stack
 from kvant.weights.format import (
     FP8_BLOCK,
@@ -302,6 +309,27 @@ def test_routing_normalises_the_residual_beside_its_choice() -> None:
     wide = residual.double()
     expected = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * weight.double()
     assert close(normed, expected)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_token_s_program_multiplies_the_router_itself(routing: Routing, biased: bool) -> None:
+    count, width, eps = routing.num_experts, 300, 1e-6
+    residual, norm_weight, router = normal(9, width), normal(width), normal(count, width)
+    bias = normal(count) if biased else None
+    kernels = TritonExperts(DEVICE)
+    assert kernels.multiplies(router)
+    weighted = residual * norm_weight
+    unscored = Unscored(weighted, (router, bias))
+    choice, normed = kernels.route(unscored, routing, residual, norm_weight, eps)
+    scale = torch.rsqrt(residual.double().pow(2).mean(-1, keepdim=True) + eps)
+    logits = weighted.double() @ router.double().T * scale
+    logits += 0 if bias is None else bias.double()
+    weights, ids = route(logits.float(), routing)
+    assert torch.equal(choice.ids.long(), ids)
+    torch.testing.assert_close(choice.weights, weights.float(), atol=1e-4, rtol=1e-4)
+    assert normed is not None
+    assert close(normed, weighted.double() * scale)
 
 
 def test_the_stream_behind_a_layer_has_its_sum_and_the_inputs_of_its_norm() -> None:

@@ -58,22 +58,53 @@ def _activated(gate, up, limit, alpha, CLAMP: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def route(
-    logits, ids, weights, residual, norm_weight, normed, eps, factor,
+    rows, router, bias, ids, weights, residual, norm_weight, normed, eps, factor,
     E: tl.constexpr, E_PAD: tl.constexpr, TOP_K: tl.constexpr, K_PAD: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr, RENORMALISE: tl.constexpr, ROUNDED: tl.constexpr,
-    WIDTH: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, AHEAD: tl.constexpr,
+    WIDTH: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr, DEPTH: tl.constexpr,
+    BIAS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Program: chooses the experts of one token. The lowest id wins among equal logits.
 
-    logits: [T, E]. ids: int32 [T, TOP_K]; weights: float32 [T, TOP_K]. factor: multiplies weights, with
-    SOFTMAX_FIRST. NORM: normed [T, WIDTH] gets the RMS norm of residual [T, WIDTH]. A NaN among the logits
-    makes the weights NaN.
+    ids: int32 [T, TOP_K]; weights: float32 [T, TOP_K]. factor: multiplies weights, with SOFTMAX_FIRST. NORM:
+    normed [T, WIDTH] gets the RMS norm of residual [T, WIDTH]. A NaN among the logits makes the weights NaN.
+    rows: logits [T, E]. If DEPTH is not 0, residual * norm_weight [T, WIDTH]: the program multiplies its row
+    by router [E, WIDTH], DEPTH columns at a time, and adds bias [E] if BIAS.
     """
-    _begin(AHEAD)
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     valid = e < E
-    raw = tl.load(logits + token * E + e, mask=valid, other=0.0)
+    if DEPTH:
+        if AHEAD:
+            gdc_launch_dependents()
+        d = tl.arange(0, DEPTH)
+        sums = tl.zeros((E_PAD, DEPTH), tl.float32)
+        for start in tl.static_range(0, WIDTH, DEPTH):
+            there = start + d < WIDTH
+            at = router + e[:, None] * WIDTH + (start + d)[None, :]
+            w = tl.load(at, mask=valid[:, None] & there[None, :], other=0.0)
+            if AHEAD and start == 0:
+                gdc_wait()
+            v = tl.load(rows + token * WIDTH + start + d, mask=there, other=0.0)
+            sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    else:
+        _begin(AHEAD)
+    if NORM:
+        c = tl.arange(0, PAD)
+        inside = c < WIDTH
+        x = tl.load(residual + token * WIDTH + c, mask=inside, other=0.0)
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+        norm = tl.load(norm_weight + c, mask=inside, other=0.0).to(tl.float32)
+        y = (wide * scale).to(x.dtype).to(tl.float32) * norm
+        tl.store(normed + token * WIDTH + c, y.to(x.dtype), mask=inside)
+    if DEPTH:
+        product = tl.sum(sums, 1) * scale
+        if BIAS:
+            product += tl.load(bias + e, mask=valid, other=0.0).to(tl.float32)
+        raw = product.to(router.dtype.element_ty)
+    else:
+        raw = tl.load(rows + token * E + e, mask=valid, other=0.0)
     score = raw.to(tl.float32)
     high = tl.max(tl.where(valid, score, float("-inf")), 0)
     total = tl.sum(tl.where(valid, tl.exp(score - high), 0.0), 0)
@@ -106,15 +137,6 @@ def route(
         weight = weight.to(raw.dtype).to(tl.float32)
     tl.store(ids + token * TOP_K + k, chosen, mask=real)
     tl.store(weights + token * TOP_K + k, weight, mask=real)
-    if NORM:
-        c = tl.arange(0, PAD)
-        inside = c < WIDTH
-        x = tl.load(residual + token * WIDTH + c, mask=inside, other=0.0)
-        wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        w = tl.load(norm_weight + c, mask=inside, other=0.0).to(tl.float32)
-        y = (wide * scale).to(x.dtype).to(tl.float32) * w
-        tl.store(normed + token * WIDTH + c, y.to(x.dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=("pairs", "most"))

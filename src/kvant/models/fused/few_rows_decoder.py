@@ -27,7 +27,7 @@ from kvant.models.fused.linear import (
     rounding_for,
 )
 from kvant.models.fused.recipe import Activation, NormKind
-from kvant.models.fused.triton_experts import TritonExperts, is_single
+from kvant.models.fused.triton_experts import TritonExperts, Unscored, is_single
 from kvant.models.recurrent.hook import run_framed
 from kvant.models.recurrent.mixers import Framed
 from kvant.models.sharding.divide import Group
@@ -212,14 +212,17 @@ class FewRowsDecoder:
             assert isinstance(layer.activation, Activation)
             x = self._folded.gated(stream, layer.up, layer.activation, layer.down)
             return self._folded.added(x, layer.down, stream, norm, reader)
-        logits, residual = few.normed(stream, *layer.router), stream.residual
+        residual, norm_weight = stream.residual, stream.norm_weight
         eps = self._fused.model.norm.eps
-        if self._experts.chooses_itself(len(logits), layer, residual.dtype):
-            total = self._experts.alone(residual, stream.norm_weight, eps, logits, layer)
-            return few.weigh(total, norm)
-        choice, normed = self._experts.route(
-            logits, layer.routing, residual, stream.norm_weight, eps
-        )
+        if self._experts.chooses_itself(len(residual), layer, residual.dtype):
+            scores = few.normed(stream, *layer.router)
+            return few.weigh(self._experts.alone(residual, norm_weight, eps, scores, layer), norm)
+        logits: Tensor | Unscored
+        if isinstance(stream.weighted, Tensor) and self._experts.multiplies(layer.router[0]):
+            logits = Unscored(stream.weighted, layer.router)
+        else:
+            logits = few.normed(stream, *layer.router)
+        choice, normed = self._experts.route(logits, layer.routing, residual, norm_weight, eps)
         assert normed is not None
         if is_single(choice, layer, normed.dtype):
             h = self._experts.one_gate_up(normed, choice, layer)

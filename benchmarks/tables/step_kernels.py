@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from typing import Any
 
@@ -360,11 +361,11 @@ def step_experts_fp8(data: Any) -> Cells:
 
 
 _GPT_OSS = {
-    "q, k and v": ("product#3",),
+    "q, k and v": ("product#2",),
     "attention and rotation": ("one_query",),
     "output": ("product#1",),
-    "router": ("product#2",),
-    "experts chosen, pairs listed": ("route#1", "list_pairs#1"),
+    "router, experts chosen": ("route#1",),
+    "pairs listed": ("list_pairs#1",),
     "gate and up of experts": ("few#1",),
     "down of experts": ("few#2",),
     "experts summed": ("combine#1",),
@@ -377,7 +378,21 @@ def step_gpt_oss(data: Any) -> Cells:
     return _layer(row, data["layers"], _GPT_OSS)
 
 
-def _layer(row: Any, layers: int, parts: dict[str, tuple[str, ...]]) -> Cells:
+@table("step-gpt-oss-turns", "h200-step-gpt-oss-turns.json")
+def step_gpt_oss_turns(data: Any) -> Cells:
+    """Returns how much longer a layer takes with each change, in every run."""
+    runs = [
+        {change: statistics.mean(us) / data["layers"] for change, us in run["us"].items()}
+        for run in data["runs"]
+    ]
+    lines = [["us a layer more", *(f"{run['requests']} requests" for run in data["runs"])]]
+    for change in dict.fromkeys(name for run in runs for name in run if name != "as before"):
+        more = (f"{r[change] - r['as before']:+.1f}" if change in r else "-" for r in runs)
+        lines.append([change, *more])
+    return lines
+
+
+def _layer(row: Any, layers: int, parts: Mapping[str, tuple[str, ...]]) -> Cells:
     """Returns a layer's parts: their time, what they read, and the time that reading takes at least."""
     lines = [["part", "us a layer", "MB", "us at the bandwidth"]]
     kernels = {one["name"]: one for one in row["steps"]["kernels"]}

@@ -159,6 +159,15 @@ def test_a_hybrid_without_a_layer_that_attends_cannot_run() -> None:
     assert "none of its layers attends" in str(read_geometry(recurrent).not_runnable)
 
 
+def test_groups_of_one_expert_are_planned_and_cannot_run() -> None:
+    """DeepSeek-V3's class has 8 groups by default, so small configs that leave n_group out have them."""
+    config = published("deepseek-v3", n_routed_experts=8, topk_group=1, n_group=...)
+    reason = str(read_geometry(config).not_runnable)
+    assert "n_group is 8 for 8 experts" in reason
+    assert read_geometry({**config, "n_group": 4}).not_runnable is None
+    assert read_geometry({**config, "first_k_dense_replace": 61}).not_runnable is None
+
+
 @pytest.mark.parametrize("field", ["kv_lora_rank", "qk_rope_head_dim"])
 def test_mla_needs_its_latent(field: str) -> None:
     assert f"{field} is missing" in refused(published("deepseek-v3", **{field: ...}))

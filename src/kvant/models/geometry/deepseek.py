@@ -83,7 +83,7 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
     """Yields the weights, without extra layers that predict further tokens (MTP), which are not loaded."""
     hidden, intermediate = fields.integer("hidden_size"), fields.integer("intermediate_size")
     size = fields.integer("moe_intermediate_size")
-    count = fields.integer("n_routed_experts", "num_local_experts", "num_experts")
+    count = fields.integer(*_EXPERTS)
     shared = fields.integer("n_shared_experts", least=0)
     first_sparse = fields.optional_integer("first_k_dense_replace", least=0, most=MAX_LAYERS) or 0
     bias = not v3 and fields.flag("mlp_bias")
@@ -108,6 +108,9 @@ def _weights(fields: Fields, layers: Layers, *, v3: bool) -> Iterator[Weight]:
         yield from mlp(f"{at}.mlp.shared_experts", hidden, shared * size, bias=bias)
 
 
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+"""Names of the number of experts in a layer."""
+
 _METHODS = ("greedy", "group_limited_greedy")
 
 
@@ -120,11 +123,21 @@ def _check_v3(fields: Fields) -> None:
         raise fields.bad("head_dim", f"{rope} numbers of a head rotate (qk_rope_head_dim)")
 
 
+def _why_groups_have_no_score(fields: Fields) -> str | None:
+    """Returns why no group of experts gets a score: it is the sum of its two best experts'."""
+    groups = fields.optional_integer("n_group")
+    count = fields.optional_integer(*_EXPERTS)
+    dense = fields.optional_integer("first_k_dense_replace", least=0, most=MAX_LAYERS) or 0
+    if groups is None or count is None or count >= 2 * groups or dense >= num_layers(fields):
+        return None
+    return f"n_group is {groups} for {count} experts, and two experts or more of a group make its score"
+
+
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2", ("deepseek_v2",), ("DeepseekV2ForCausalLM",), _layers, partial(_weights, v3=False),
     defaults={"n_shared_experts": 2},
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3", ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _layers, partial(_weights, v3=True),
-    defaults={"n_shared_experts": 1, "first_k_dense_replace": 3},
+    defaults={"n_shared_experts": 1, "first_k_dense_replace": 3}, not_runnable=_why_groups_have_no_score,
 )  # fmt: skip

@@ -28,9 +28,10 @@ class Family:
     AutoModelForCausalLM makes of the model_type. in_text_config: the decoder's fields are nested
     (multimodal models). defaults: fields that published configs leave to transformers' class.
     tied: the class's default for tie_word_embeddings. not_runnable: why Kvant plans but does not
-    run these models. single_layers_differ: the family reads `per_layer_config`. rotary_by_kind: full and
-    sliding layers may have rotary numbers of their own. towers: weights beside the decoder, given
-    the top of the config, or why they cannot be counted.
+    run these models, or reads it from the decoder's fields. single_layers_differ: the family reads
+    `per_layer_config`. rotary_by_kind: full and sliding layers may have rotary numbers of their
+    own. towers: weights beside the decoder, given the top of the config, or why they cannot be
+    counted.
     """
 
     title: str
@@ -42,7 +43,7 @@ class Family:
     in_text_config: bool = False
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     tied: bool = False
-    not_runnable: str | None = None
+    not_runnable: str | Callable[[Fields], str | None] | None = None
     single_layers_differ: bool = False
     rotary_by_kind: bool = False
     towers: Callable[[Fields], Iterable[Weight] | str] | None = None

@@ -59,7 +59,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
         hidden_size=fields.integer("hidden_size"),
         max_model_len=read_max_model_len(fields),
-        not_runnable=family.not_runnable or _why_none_attends(layers),
+        not_runnable=_why_not_runnable(config, family) or _why_none_attends(layers),
         state_dtype=read_state_dtype(fields),
     )
     _refuse_padding(fields, class_defaults(config, family), geometry.vocab_size)
@@ -80,6 +80,14 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         refuse_undeclared(section, said)
         _refuse_dropouts(section)
     return geometry
+
+
+def _why_not_runnable(config: Mapping[str, Any], family: Family) -> str | None:
+    if family.not_runnable is None or isinstance(family.not_runnable, str):
+        return family.not_runnable
+    return family.not_runnable(
+        text_fields(config, family).completed(class_defaults(config, family))
+    )
 
 
 def _why_none_attends(layers: Layers) -> str | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
 
+import kvant
 from kvant import LLM, SamplingParams
 from kvant.attention.need import DeviceFacts, DeviceKind
 from kvant.errors import BadCheckpoint, NotServable
@@ -17,7 +19,7 @@ from kvant.models import read_shape as reading
 from kvant.models.geometry import read_geometry
 from kvant.models.geometry.mixtures import check_mixture
 from kvant.models.geometry.read import refuse_absurd
-from kvant.models.probe import probe
+from kvant.models.probe import Probed, probe
 from kvant.models.read_shape import read_shape
 from kvant.models.shape import ShapeSource
 from kvant.plan.plan import PlanRequest
@@ -124,6 +126,42 @@ def test_a_probe_is_kept_and_a_broken_file_is_probed_again(
     kept.write_text(kept.read_text()[:40])
     assert read_shape(said) == first
     assert read_shape({**said, "num_hidden_layers": 2}).geometry.layers == first.geometry.layers[:2]
+
+
+def test_a_probe_by_another_code_is_made_again_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "kvant"
+    for name in ("models/probe.py", "models/recurrent/mixers.py", "kv/geometry.py", "cli/main.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text("a")
+    monkeypatch.setattr(kvant, "__file__", str(package / "__init__.py"))
+    said, probed = config("gemma"), []
+
+    def makes_again(changed: str | None) -> bool:
+        if changed is not None:
+            (package / changed).write_text("b")
+        reading._maker.cache_clear()
+        before = len(probed)
+        read_shape(said)
+        return len(probed) > before
+
+    def counted(config: Mapping[str, Any]) -> Probed:
+        probed.append(config)
+        return probe(config)
+
+    monkeypatch.setattr("kvant.models.probe.probe", counted)
+    try:
+        assert makes_again(None)
+        assert not makes_again(None)
+        for name in ("models/probe.py", "models/recurrent/mixers.py", "kv/geometry.py"):
+            assert makes_again(name), name
+        assert not makes_again("cli/main.py"), "no part of a probe"
+        monkeypatch.setattr(reading, "version", lambda name: "another")
+        assert makes_again(None), "another transformers"
+    finally:
+        reading._maker.cache_clear()
+    assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1, "old results are replaced"
 
 
 def test_an_unknown_model_type_is_called_unknown() -> None:

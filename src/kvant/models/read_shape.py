@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import kvant
 from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
@@ -27,9 +28,6 @@ from kvant.models.geometry.mixtures import check_mixture
 from kvant.models.geometry.read import read_geometry, refuse_absurd
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
-
-_FORM = 8
-"""Version of the stored form of a probe's result, and of what a probe examines."""
 
 _COMPARED = Path(__file__).with_name("compared.json")
 
@@ -106,15 +104,32 @@ def _unknown(config: Mapping[str, Any]) -> BadCheckpoint:
     )
 
 
+@cache
+def _maker() -> str:
+    """Returns a digest of the code that makes probes' results: a changed file makes all of them again.
+
+    Kvant's part is these two packages, whole: a list of a probe's files could lack one.
+    """
+    package = Path(kvant.__file__).parent
+    digest = hashlib.sha256(version("transformers").encode())
+    for source in sorted(
+        path for room in ("kv", "models") for path in package.glob(f"{room}/**/*.py")
+    ):
+        digest.update(f"{source.relative_to(package)}\0".encode() + source.read_bytes())
+    return digest.hexdigest()
+
+
 def _file(config: Mapping[str, Any]) -> Path:
-    said = json.dumps([_FORM, version("transformers"), config], sort_keys=True)
+    said = json.dumps(config, sort_keys=True)
     return cache_root() / "probes" / f"{hashlib.sha256(said.encode()).hexdigest()}.json"
 
 
 def _kept(config: Mapping[str, Any]) -> ModelShape | None:
-    """Returns the stored result of a probe of this config; None without one or if its file is broken."""
+    """Returns the result that this code stored for this config; None without one or if its file is broken."""
     try:
         body = json.loads(_file(config).read_text(encoding="utf-8"))
+        if body["maker"] != _maker():
+            return None
         said = body["geometry"]
         layers = tuple(
             LayerGeometry(
@@ -159,6 +174,7 @@ def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
         partial.write_text(
             json.dumps(
                 {
+                    "maker": _maker(),
                     "geometry": said,
                     "num_weights": shape.num_weights,
                     "parameters": shape.parameters,

@@ -19,6 +19,7 @@ from kvant.plan.plan import PlanRequest
 from kvant.plan.speculative_config import parse_speculative_config
 from tests.acceptance.models import LLAMA, config, write_model
 from tests.cli.command import in_turn, kvant, measured
+from tests.models import tiny
 from tests.models.tiny_gguf import write_gguf
 from tests.planned import plan_of
 
@@ -38,6 +39,12 @@ LLAMA_70B = config(
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     return write_model(tmp_path / "plain", config())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with all of its weights."""
+    return tiny.build("llama", tmp_path_factory.mktemp("whole"))
 
 
 def test_help_is_quick_and_imports_nothing_heavy() -> None:
@@ -236,18 +243,16 @@ def test_a_plot_is_a_picture(plain: Path, tmp_path: Path, suffix: str) -> None:
     assert start.startswith(b"\x89PNG") if suffix == "png" else b"<?xml" in start
 
 
-def test_the_table_says_who_decided_and_the_lines_that_run_it(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
-    ran = kvant("plan", model, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0",
+def test_the_table_says_who_decided_and_the_lines_that_run_it(whole: Path) -> None:
+    ran = kvant("plan", whole, "--kv-cache-dtype", "fp8", "--kv-cache-dtype-skip-layers", "0",
                 "--memory", "1GiB", "--dtype", "bfloat16")  # fmt: skip
     assert "skip: --kv-cache-dtype-skip-layers 0" in ran.out
     assert "explicit: --kv-cache-dtype fp8" in ran.out
     command = "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 --dtype bfloat16"
-    assert f"kvant serve {model} {command}" in ran.out.replace("'", "")
+    assert f"kvant serve {whole} {command}" in ran.out.replace("'", "")
 
 
-def test_what_cannot_run_is_planned_without_lines_that_run_it(plain: Path, tmp_path: Path) -> None:
-    whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
+def test_what_cannot_run_is_planned_without_lines_that_run_it(plain: Path, whole: Path) -> None:
     for ran in (kvant("plan", plain), kvant("plan", whole, "--kv-cache-memory", "1KiB")):
         assert ran.code == 0
         assert "warning: " in ran.out
@@ -270,8 +275,7 @@ def test_what_is_larger_than_16_bit_is_not_called_smaller(
     assert "tokens in 8.00 MiB" in ran.out  # all formats are compared in the same bytes
 
 
-def test_what_a_user_should_hear_is_no_obstacle(tmp_path: Path) -> None:
-    whole = write_model(tmp_path / "whole", config(), tensors={"a.weight": (1.0,)})
+def test_what_a_user_should_hear_is_no_obstacle(whole: Path) -> None:
     made = plan_of(PlanRequest(str(whole), DeviceFacts(DeviceKind.CPU), memory_bytes=2**30))
     local = replace(made.target.local, notes=("the hub was not asked",))
     told = replace(made, target=replace(made.target, local=local))

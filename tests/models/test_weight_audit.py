@@ -558,6 +558,48 @@ def test_experts_one_by_one_are_refused_where_transformers_reads_stacks(tmp_path
     _refused_by_both(_with(tmp_path, part), "down_proj is missing[^.]*\\n.*each expert by itself")
 
 
+def _as_modules(name: str, path: Path) -> None:
+    """Write a family's model with the names of transformers' modules."""
+    families.build(name, path)
+    model = families.auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
+    model.save_pretrained(path, save_original_format=False)
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_vl_moe", "minimax_m3_vl"])
+def test_experts_under_names_that_no_rule_joins_are_missing(name: str, tmp_path: Path) -> None:
+    _as_modules(name, tmp_path)
+    assert audit(tmp_path).refusal is None
+
+    def part(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            tensors.update(tiny_narrow_experts.apart(name, tensors.pop(name)))
+
+    _refused_by_both(_with(tmp_path, part), "down_proj is missing[^.]*\n.*each expert by itself")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma"])
+def test_names_that_the_class_does_not_read_are_missing(name: str, tmp_path: Path) -> None:
+    families.build(name, tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+
+    _refused_by_both(_with(tmp_path, rename), "lm_head.weight is missing")
+
+
+@pytest.mark.parametrize("place", ["", "model.model."])
+def test_names_without_the_base_or_with_two_are_read(place: str, tmp_path: Path) -> None:
+    families.build("llama", tmp_path)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[place + name.removeprefix("model.")] = tensors.pop(name)
+
+    assert audit(_with(tmp_path, rename)).refusal is None
+    LLM(tmp_path, kv_cache_memory="1MiB")
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -605,9 +647,7 @@ def test_experts_stand_for_no_dense_layers(
 @pytest.mark.parametrize("name", ["dots1", "cosmos3_edge"])
 def test_files_in_the_form_of_the_modules_are_whole_too(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    families.build(name, path)
-    model = families.auto_class(AutoConfig.from_pretrained(path)).from_pretrained(path)
-    model.save_pretrained(path, save_original_format=False)
+    _as_modules(name, path)
     assert audit(path).refusal is None
     LLM(path, kv_cache_memory="1MiB")
 

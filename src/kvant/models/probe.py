@@ -25,7 +25,12 @@ from transformers import (
     PreTrainedModel,
     masking_utils,
 )
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightTransform,
+    revert_weight_conversion,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
@@ -44,6 +49,7 @@ from kvant.models.geometry.read import (
     read_max_model_len,
     read_state_dtype,
 )
+from kvant.models.geometry.renaming import NameRules, Renaming
 from kvant.models.modules.keywords import handing_over
 from kvant.models.quiet import quiet_transformers
 from kvant.models.recurrent.hook import find_mixers
@@ -86,7 +92,8 @@ class Probed:
     """The result of a probe. parameters: names and shapes of all weights, including towers.
 
     stored: the same of the tensors in files as transformers writes them, with kept buffers; () if there are
-    no others. linear, embeddings: paths of modules of torch's classes.
+    no others. linear, embeddings: paths of modules of torch's classes. names: the class's rules for names in
+    files; None if Kvant does not know their form.
     """
 
     geometry: ModelGeometry
@@ -94,6 +101,7 @@ class Probed:
     stored: tuple[tuple[str, tuple[int, ...]], ...]
     linear: tuple[str, ...]
     embeddings: tuple[str, ...]
+    names: NameRules | None
 
     @property
     def num_weights(self) -> int:
@@ -161,7 +169,27 @@ def probe(config: Mapping[str, Any]) -> Probed:
         tuple(name for name, part in module.named_modules() if type(part) is kind)
         for kind in (nn.Linear, nn.Embedding)
     )
-    return Probed(geometry, weights, () if stored == weights else stored, linear, embeddings)
+    others = () if stored == weights else stored
+    return Probed(geometry, weights, others, linear, embeddings, name_rules(module))
+
+
+def name_rules(module: PreTrainedModel) -> NameRules | None:
+    """Returns transformers' rules for the names of tensors in files; None if Kvant cannot follow them."""
+    made = []
+    for one in get_model_conversion_mapping(module):
+        if type(one).rename_source_key is not WeightTransform.rename_source_key:
+            return None
+        begins: tuple[str, ...] = ()
+        if one.scope_prefix is not None:
+            base, scope = (
+                f"{at}." if at else "" for at in (one.base_model_prefix, one.scope_prefix)
+            )
+            begins = (base + scope, scope)
+        joins = isinstance(one, WeightConverter)
+        made.append(
+            Renaming(one.compiled_sources.pattern, tuple(one.target_patterns), begins, joins)
+        )
+    return NameRules(tuple(made), module.base_model_prefix)
 
 
 def _stored(module: PreTrainedModel) -> tuple[tuple[str, tuple[int, ...]], ...]:

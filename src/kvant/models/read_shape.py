@@ -22,10 +22,11 @@ from kvant.errors import BadCheckpoint, NotServable, WayOut
 from kvant.kv.checkpoint.json_file import COMPARE_CONFIG
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import Attention, LayerGeometry, ModelGeometry, StateGeometry, StateKind
-from kvant.models.geometry.families import is_drafter, is_listed, name_of
+from kvant.models.geometry.families import find_family, is_drafter, is_listed, name_of
 from kvant.models.geometry.fields import Fields, shown
 from kvant.models.geometry.mixtures import check_mixture
 from kvant.models.geometry.read import read_geometry, refuse_absurd
+from kvant.models.geometry.renaming import NameRules, Renaming
 from kvant.models.import_cache import cache_root
 from kvant.models.shape import ModelShape, ShapeSource
 
@@ -55,7 +56,8 @@ def _read(config: Mapping[str, Any]) -> ModelShape:
         check_mixture(config)
         Fields(config).inside("quantization_config")  # raises for no object
     if not isinstance(model_type, str) or is_listed(model_type) or is_drafter(config):
-        return ModelShape(read_geometry(config), ShapeSource.CONFIG)
+        geometry = read_geometry(config)
+        return ModelShape(geometry, ShapeSource.CONFIG, names=find_family(config).names)
     if model_type not in compared():
         raise _unknown(config)
     reason = compared()[model_type]
@@ -75,6 +77,7 @@ def _read(config: Mapping[str, Any]) -> ModelShape:
             probed.stored,
             probed.linear,
             probed.embeddings,
+            probed.names,
         )
         _keep(config, found)
     return found
@@ -150,9 +153,17 @@ def _kept(config: Mapping[str, Any]) -> ModelShape | None:
             for key in ("parameters", "stored")
         )
         linear, embeddings = (tuple(map(str, body[key])) for key in ("linear", "embeddings"))
-        numbers = int(body["num_weights"])
+        numbers, names = int(body["num_weights"]), None
+        if body["names"] is not None:
+            rules = (
+                Renaming(
+                    rule["pattern"], tuple(rule["targets"]), tuple(rule["begins"]), rule["joins"]
+                )
+                for rule in body["names"]["rules"]
+            )
+            names = NameRules(tuple(rules), body["names"]["base"])
         return ModelShape(
-            geometry, ShapeSource.PROBED, numbers, parameters, stored, linear, embeddings
+            geometry, ShapeSource.PROBED, numbers, parameters, stored, linear, embeddings, names
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -181,6 +192,7 @@ def _keep(config: Mapping[str, Any], shape: ModelShape) -> None:
                     "stored": shape.stored,
                     "linear": shape.linear,
                     "embeddings": shape.embeddings,
+                    "names": None if shape.names is None else asdict(shape.names),
                 }
             ),
             encoding="utf-8",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvant.kv.geometry import ModelGeometry
+from kvant.models.geometry.renaming import NameRules
 
 
 class ShapeSource(Enum):
@@ -20,7 +21,8 @@ class ModelShape:
     """A model's shape. num_weights: elements of all weights. parameters: names and shapes, from a probe.
 
     stored: names and shapes of all tensors in files as transformers writes them, if they are others.
-    linear, embeddings: paths of a probed model's modules of torch's classes.
+    linear, embeddings: paths of a probed model's modules of torch's classes. names: the class's rules for
+    names in files; None if they are unknown.
     """
 
     geometry: ModelGeometry
@@ -30,3 +32,4 @@ class ModelShape:
     stored: tuple[tuple[str, tuple[int, ...]], ...] = ()
     linear: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
+    names: NameRules | None = None

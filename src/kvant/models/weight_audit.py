@@ -23,6 +23,7 @@ from kvant.kv.checkpoint.scales import read_scale_name
 from kvant.kv.spec import KVPlan, ScaleState
 from kvant.look import counted
 from kvant.models.geometry.parameters import Weight, WeightKind
+from kvant.models.geometry.renaming import NameRules
 from kvant.models.quantization import Activations, Quantization, rounds
 from kvant.models.stored import ONE_FORMAT, NotStored, Stored
 from kvant.models.weights import WIDE_BYTES
@@ -158,7 +159,8 @@ class Use:
     products round theirs. weights: all of the model, None if Kvant cannot list them. kv: the KV plan.
     rounds_head: the head is rounded too, to int8. layers: path of the layers that are rounded. parameters:
     names and shapes of a probed model's weights. in_files: the same as transformers writes them to files, if
-    it converts them while it loads them. linear, embeddings: paths of its modules of torch's classes.
+    it converts them while it loads them. linear, embeddings: paths of its modules of torch's classes. names:
+    its class's rules for names in files, None if they are unknown.
     """
 
     declared: Stored | NotStored | None
@@ -174,6 +176,7 @@ class Use:
     in_files: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: MappingProxyType({}))
     linear: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
+    names: NameRules | None = None
 
 
 def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
@@ -182,11 +185,12 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
     tensors: of all files. It does not raise for a bad checkpoint: the result's `refusal` is the error.
     """
     converted = use.in_files.keys() - use.parameters.keys()
-    use = _as_in_files(tensors, use)
+    loaded = _Loaded.of(tensors, use)
+    use = _as_in_files(tensors, use, loaded)
     use = replace(use, parameters=_as_divided(tensors, use.parameters, converted))
     model = _Model.of(use)
     modules, found = _by_module(tensors, model)
-    missing, is_whole = _find_missing(tensors, modules, use, model)
+    missing, is_whole = _find_missing(tensors, modules, use, model, loaded)
     found += [_missing(path, modules, use, model) for path in missing]
     model = replace(model, is_whole=is_whole)
     for layer, names in modules.items():
@@ -215,15 +219,14 @@ class _Model:
     """What files hold of a model, under their names. listed: its weights by path; None if Kvant lists none.
 
     dims: shapes by path without ".weight", of expert 0 for all experts. joined: shapes of experts that are
-    stored together. stacks: those of them that transformers reads in no other form. probed: weights of a
-    probed model's linear layers, embeddings and experts 0, by path. is_whole: the files have all weights, so
-    nothing reads their other tensors.
+    stored together. probed: weights of a probed model's linear
+    layers, embeddings and experts 0, by path. is_whole: the files have all weights, so nothing reads their
+    other tensors.
     """
 
     listed: Mapping[str, Weight] | None
     dims: Mapping[str, tuple[int, ...]]
     joined: Mapping[str, tuple[int, ...]]
-    stacks: frozenset[str]
     probed: Mapping[str, Weight]
     is_whole: bool = False
 
@@ -243,9 +246,7 @@ class _Model:
             else:
                 joined[name] = shape
         listed = None if use.weights is None else {weight.name: weight for weight in use.weights}
-        # transformers joins the matrices of experts only if it also writes them one by one.
-        stacks = joined.keys() & use.in_files if use.declared is None else ()
-        return cls(listed, dims, joined, frozenset(stacks), _probed(use, joined))
+        return cls(listed, dims, joined, _probed(use, joined))
 
     def weight(self, path: str) -> Weight | None:
         """Returns the weight that Kvant lists for a module."""
@@ -270,6 +271,76 @@ class _Model:
             return None if shape in (wanted, (first, *reversed(others))) else wanted
         wanted_here = self.dims.get(_first_expert(path))
         return None if shape == wanted_here else wanted_here
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What transformers loads from files. weights: all of the model, by path. read: the ones that files have.
+
+    rules: for names; None if they are unknown. declared: formats of narrow weights; experts have tensors of
+    their own then, and the format says which.
+    """
+
+    rules: NameRules | None
+    weights: frozenset[str]
+    read: frozenset[str]
+    declared: Stored | NotStored | None
+
+    @classmethod
+    def of(cls, tensors: Tensors, use: Use) -> _Loaded:
+        rules = use.names
+        if rules is None:
+            return cls(None, frozenset(), frozenset(), None)
+        weights = set(use.parameters)
+        for name in {_first_expert(name) for name in use.in_files}:  # buffers are in files too
+            weights.update(rules.weights_of(name, use.parameters))
+        for weight in use.weights or ():
+            (path,) = {_joined_expert(one) for one in rules.weights_of(f"{weight.name}.weight", ())}
+            weights |= {path, path.removesuffix(".weight")}
+        names = {_first_expert(name) for name in tensors}
+        names = {alias for name in names for alias in _aliases(name, use.declared)}
+        found = frozenset(weights)
+        return cls(rules, found, rules.read(names, found), use.declared)
+
+    def has(self, name: str) -> bool:
+        """Returns whether transformers reads a tensor as a weight of the model, or does not say it."""
+        if self.rules is None or (self.declared is not None and ".experts." in name):
+            return True
+        aliases = _aliases(name, self.declared)
+        return any(self.weights.intersection(self._weights_of(one)) for one in aliases)
+
+    def lacks(self, path: str) -> bool:
+        """Returns whether no tensor is read as the weight with this path in files."""
+        if self.rules is None or (self.declared is not None and ".experts." in path):
+            return False
+        if path != _first_expert(path):  # read as the same weight as that of expert 0
+            return False
+        wanted = {one for name in (path, f"{path}.weight") for one in self._weights_of(name)}
+        known = wanted & self.weights
+        return bool(known) and not known & self.read
+
+    def _weights_of(self, name: str) -> list[str]:
+        assert self.rules is not None
+        return [_joined_expert(one) for one in self.rules.weights_of(name, self.weights)]
+
+
+def _aliases(name: str, declared: Stored | NotStored | None) -> Iterator[str]:
+    """Yields a tensor's name, and that of the weight that it is a part of if it is narrow.
+
+    A format that is left to transformers may have any names for parts.
+    """
+    yield name
+    layer, _, short = name.rpartition(".")
+    if (joined := _JOINED.match(name)) is not None:
+        yield f"{joined[1]}.{joined[2]}"
+    elif short in _ROLES or isinstance(declared, NotStored):
+        yield f"{layer}.weight"
+
+
+def _joined_expert(path: str) -> str:
+    """Returns the path of all experts' matrix for that of expert 0; another path as it is."""
+    found = _EXPERT_0.match(path.removesuffix(".weight"))
+    return path if found is None else f"{found[1]}.{_JOINED_AS.get(found[2], found[2])}"
 
 
 def _probed(use: Use, joined: Mapping[str, tuple[int, ...]]) -> dict[str, Weight]:
@@ -318,19 +389,20 @@ def _as_divided(
     return stored
 
 
-def _as_in_files(tensors: Tensors, use: Use) -> Use:
+def _as_in_files(tensors: Tensors, use: Use, loaded: _Loaded) -> Use:
     """Returns the use with weights under the names that the files have for them."""
-    forms = (use.in_files, use.parameters)
+    forms = (use.in_files or use.parameters, use.parameters)
     parameters = max(forms, key=lambda form: len(form.keys() & tensors.keys()))
     use = replace(use, parameters=parameters)
-    layers = None if _are_names(parameters, tensors) else _find_layers(tensors, use)
+    layers = None if _are_names(parameters, tensors) else _find_layers(tensors, use, loaded)
     return use if layers is None else _moved(tensors, use, layers)
 
 
-def _find_layers(tensors: Tensors, use: Use) -> str | None:
+def _find_layers(tensors: Tensors, use: Use, loaded: _Loaded) -> str | None:
     """Returns the path of the decoder's layers in the files; None if none has most of their weights' names.
 
     Files of multimodal models have the decoder and the towers at other places than the class that loads them.
+    A place that transformers does not read is none.
     """
 
     def suffix(name: str, place: str) -> str:
@@ -339,8 +411,8 @@ def _find_layers(tensors: Tensors, use: Use) -> str | None:
     names = [*(one.name for one in use.weights or ()), *use.parameters]
     own = {suffix(name, use.layers) for name in names if name.startswith(f"{use.layers}.")}
     suffixes: dict[str, set[str]] = {}
-    for name in tensors:
-        if (found := _NUMBERED.match(name)) is not None:
+    for name in dict.fromkeys(map(_first_expert, tensors)):
+        if (found := _NUMBERED.match(name)) is not None and loaded.has(name):
             suffixes.setdefault(found[1], set()).add(suffix(name, found[1]))
     shares = {place: len(names & own) for place, names in suffixes.items()}
     best = max(shares, key=lambda place: (shares[place], place == use.layers), default=use.layers)
@@ -396,19 +468,12 @@ _JOINED_PRODUCT = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?![_.]?bi
 _JOINED_AS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 """Names of the tensors that hold a product of all experts, by the name of one expert's."""
 
-_OF_MIXTURE = re.compile(r"\.(?:experts|shared_experts?|shared_expert_gate)\.")
-_ROUTERS = ("gate", "router")
-"""Names of routers, beside experts."""
-
 _EXPERT_0 = re.compile(r"(.*\.experts)\.0\.([^.]+)$")
 _OF_MODULE = re.compile(r"norm|conv|_ln|patch_embedding")
 """In the last part of a path: the tensor is a module's weight, though no matrix that Kvant multiplies by."""
 
 _FILTER = re.compile(r"(.*)\.[qkv]_conv1d\.weight$")
 """Filters of a recurrence's queries, keys and values."""
-
-_OF_RANKS = re.compile(r"\.q_(?:a|b)_proj\.|\.q_a_layernorm\.")
-"""Factors of a projection of queries, which stand for no whole projection."""
 
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 _PREDICTS = re.compile(r"(?:^|\.)mtp[._]")
@@ -536,25 +601,13 @@ def _is_head(layer: str) -> bool:
 
 
 def _find_missing(
-    tensors: Tensors, modules: Mapping[str, list[str]], use: Use, model: _Model
+    tensors: Tensors, modules: Mapping[str, list[str]], use: Use, model: _Model, loaded: _Loaded
 ) -> tuple[list[str], bool]:
     """Returns paths of weights that no file has, and whether the files are known to have all.
 
     Files may join weights, or name them in another way, and transformers converts them. So a weight that all
-    layers lack is missing only if the files have no other tensors that may stand for it.
+    layers lack under its name is missing only if transformers reads no tensor as it.
     """
-    missing, in_all_layers = _find_absent(tensors, modules, use, model)
-    missing += [path for path in in_all_layers if path in model.stacks]
-    unsure = [path for path in in_all_layers if path not in model.stacks]
-    missing += _find_irreplaceable(unsure, tensors, modules, use, model)
-    missing = [path for path in missing if 0 not in model.dims.get(path, ())]
-    return missing, model.listed is not None and not missing and not unsure
-
-
-def _find_absent(
-    tensors: Tensors, modules: Mapping[str, list[str]], use: Use, model: _Model
-) -> tuple[list[str], list[str]]:
-    """Returns paths of weights that files lack under their names: of some layers, and of all layers."""
     stored = {f"{one[1]}.{one[2]}" for name in tensors if (one := _JOINED_PRODUCT.match(name))}
     experts = {_layer_of(name) for name in stored}
 
@@ -568,12 +621,15 @@ def _find_absent(
         shorts = {one.rpartition(".")[2] for one in modules.get(path, ())}
         return path in tensors or "weight" in shorts or not shorts.isdisjoint(_ROLES)
 
-    of_some: list[str] = []
-    of_all: list[str] = []
+    missing: list[str] = []
+    is_whole = model.listed is not None
     for paths in _by_kind(use, model).values():
-        absent = [path for path in paths if not is_there(path)]
-        (of_some if len(absent) < len(paths) else of_all).extend(absent)
-    return of_some, of_all
+        absent = {path for path in paths if not is_there(path)}
+        is_whole = is_whole and not absent
+        of_some = absent if len(absent) < len(paths) else ()
+        missing += [path for path in paths if path in of_some or loaded.lacks(path)]
+    missing = [path for path in missing if 0 not in model.dims.get(path, ())]
+    return missing, is_whole and not missing
 
 
 def _by_kind(use: Use, model: _Model) -> dict[str, list[str]]:
@@ -584,49 +640,6 @@ def _by_kind(use: Use, model: _Model) -> dict[str, list[str]]:
     return found
 
 
-def _find_irreplaceable(
-    absent: list[str],
-    tensors: Tensors,
-    modules: Mapping[str, list[str]],
-    use: Use,
-    model: _Model,
-) -> list[str]:
-    """Returns those of the absent weights for which no other tensor of the files may stand."""
-    kinds = {*_by_kind(use, model), *map(_kind, model.joined)}
-    others = [
-        name
-        for names in modules.values()
-        for name in names
-        if not _is_known(name, kinds) and _OF_RANKS.search(name) is None
-    ]
-    # Experts, shared ones and routers stand for no weight outside a mixture.
-    mixtures = {name.partition(".experts.")[0] for name in others if ".experts." in name}
-
-    def is_mixed(path: str) -> bool:
-        owner, _, last = path.removesuffix(".weight").rpartition(".")
-        return _OF_MIXTURE.search(path) is not None or (last in _ROUTERS and owner in mixtures)
-
-    sides = {True: others, False: [name for name in others if not is_mixed(name)]}
-    if model.listed is None and _are_names(use.parameters, tensors):
-        # These are transformers' own names, so only others beside them may stand for them.
-        regions = {
-            side: {_region(_layer_of(name)) for name in names} for side, names in sides.items()
-        }
-        return [path for path in absent if _region(path) not in regions[is_mixed(path)]]
-    at = f"{use.layers}."
-    if not use.layers or not any(name.startswith(at) for name in modules):
-        return []
-    above = use.layers.removesuffix(".layers")
-    head = next((path for path in model.dims if path.endswith("lm_head")), "")
-    alone = () if model.listed is None else (f"{above}.embed_tokens", f"{above}.norm", head)
-    has_others = {side: {name.startswith(at) for name in names} for side, names in sides.items()}
-    return [
-        path
-        for path in absent
-        if path in alone or path.startswith(at) not in has_others[is_mixed(path)]
-    ]
-
-
 def _missing(path: str, modules: Mapping[str, list[str]], use: Use, model: _Model) -> TensorUse:
     """Returns a weight that no file has, under the name that its tensor would have."""
     weight, last = model.weight(path), path.rpartition(".")[2]
@@ -635,27 +648,10 @@ def _missing(path: str, modules: Mapping[str, list[str]], use: Use, model: _Mode
     )
     name = f"{path}.weight" if is_module or f"{path}.weight" in use.parameters else path
     why, way = INCOMPLETE, COPY_AGAIN
-    if path in model.stacks and any(one.startswith(f"{_layer_of(path)}.0.") for one in modules):
+    if path in model.joined and any(one.startswith(f"{_layer_of(path)}.0.") for one in modules):
         why, way = _ONE_BY_ONE, _JOINED_FILES
     fault = BadCheckpoint(f"{name} is missing", why=why, ways_out=(way,))
     return TensorUse(name, path, "absent", NUMBERS, TensorState.MISSING, why, None, None, fault)
-
-
-def _region(path: str) -> str:
-    """Returns what a module is part of: all layers of one list, or the module above it."""
-    found = _INDEX.search(path)
-    return path.rpartition(".")[0] if found is None else path[: found.start()]
-
-
-def _is_known(name: str, kinds: Collection[str]) -> bool:
-    """Returns whether a tensor has the name of a weight of some layer, or holds no weight.
-
-    kinds: paths of weights, with N for numbers.
-    """
-    joined = _JOINED.match(name)
-    path = name.removesuffix(".weight") if joined is None else f"{joined[1]}.{joined[2]}"
-    is_named = _kind(path) in kinds or _kind(_layer_of(name)) in kinds
-    return is_named or read_scale_name(name) is not None or "rotary_emb." in name
 
 
 def _kind(path: str) -> str:

@@ -288,6 +288,7 @@ def _use(shape: ModelShape, target: PlannedModel, forward: ForwardChoice, ranks:
         in_files=dict(shape.stored),
         linear=tuple(map(names.in_files, shape.linear)),
         embeddings=shape.embeddings,
+        names=shape.names,
     )
 
 

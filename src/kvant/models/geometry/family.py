@@ -11,6 +11,7 @@ from kvant.kv.geometry import Attention, LayerGeometry
 from kvant.models.geometry.fields import Fields
 from kvant.models.geometry.heads import Heads
 from kvant.models.geometry.parameters import QKNorm, Weight, attention, mlp, norms
+from kvant.models.geometry.renaming import AS_MODULES, NameRules
 
 Layers = tuple[LayerGeometry, ...]
 Weights = Callable[[Fields, Layers], Iterable[Weight]]
@@ -31,7 +32,7 @@ class Family:
     run these models, or reads it from the decoder's fields. single_layers_differ: the family reads
     `per_layer_config`. rotary_by_kind: full and sliding layers may have rotary numbers of their
     own. towers: weights beside the decoder, given the top of the config, or why they cannot be
-    counted.
+    counted. names: the class's rules for names in files; None if they are unknown.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Family:
     single_layers_differ: bool = False
     rotary_by_kind: bool = False
     towers: Callable[[Fields], Iterable[Weight] | str] | None = None
+    names: NameRules | None = AS_MODULES
 
 
 def attention_layers(

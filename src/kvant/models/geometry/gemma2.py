@@ -17,6 +17,7 @@ from kvant.models.geometry.family import (
 from kvant.models.geometry.fields import MAX_LAYERS, Fields
 from kvant.models.geometry.heads import read_heads
 from kvant.models.geometry.parameters import QKNorm
+from kvant.models.geometry.renaming import OF_ALL, NameRules, Renaming, renaming
 from kvant.models.geometry.towers import siglip_tower
 from kvant.models.geometry.windows import full_every, read_window, windows_of
 
@@ -72,6 +73,16 @@ _GEMMA3_DEFAULTS = {
     "max_position_embeddings": 131072,
 }
 
+_GEMMA3_NAMES = NameRules((
+    renaming(r"^language_model\.lm_head", to="lm_head"),
+    renaming(r"^language_model", to="model.language_model"),
+    renaming(r"^vision_tower", to="model.vision_tower"),
+    renaming(r"^multi_modal_projector", to="model.multi_modal_projector"),
+    renaming(r"^language_model\.model", to="language_model", begins=("model.", "")),
+    Renaming(r"(?P<g0>^vision_model\.(.+))", (r"\1",), ("model.vision_tower.", "vision_tower.")),
+    *OF_ALL,
+))  # fmt: skip
+
 GEMMA2 = Family(
     "Gemma 2", ("gemma2",), ("Gemma2ForCausalLM",), _gemma2_layers,
     dense_weights(reads_bias=True, norm_names=FOUR_NORMS),
@@ -84,5 +95,5 @@ GEMMA3_TEXT = Family(
 GEMMA3 = Family(
     "Gemma 3", ("gemma3",), ("Gemma3ForConditionalGeneration",), _gemma3_layers, _gemma3_weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_GEMMA3_DEFAULTS,
-    tied=True, rotary_by_kind=True, towers=siglip_tower,
+    tied=True, rotary_by_kind=True, towers=siglip_tower, names=_GEMMA3_NAMES,
 )  # fmt: skip

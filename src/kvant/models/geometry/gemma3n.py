@@ -22,6 +22,7 @@ from kvant.models.geometry.parameters import (
     norms,
     vector,
 )
+from kvant.models.geometry.renaming import OF_ALL, OF_TEXT, NameRules
 from kvant.models.geometry.towers import gemma3n_towers
 from kvant.models.geometry.windows import full_every, kv_sources, read_window, windows_of
 
@@ -112,11 +113,12 @@ def _intermediate_sizes(fields: Fields, count: int) -> Sequence[int]:
 
 GEMMA3N_TEXT = Family(
     "Gemma 3n text", ("gemma3n_text",), ("Gemma3nForCausalLM",), _layers, _weights,
-    defaults=_DEFAULTS, tied=True, rotary_by_kind=True,
+    defaults=_DEFAULTS, tied=True, rotary_by_kind=True, names=NameRules((*OF_TEXT, *OF_ALL)),
 )  # fmt: skip
 GEMMA3N = Family(
     "Gemma 3n", ("gemma3n",), ("Gemma3nForConditionalGeneration",), _layers, _weights,
     prefix="model.language_model.layers", in_text_config=True, defaults=_DEFAULTS, tied=True,
     rotary_by_kind=True, towers=gemma3n_towers,
     not_runnable="its vision tower needs the package timm, with which Kvant has not run it",
+    names=None,
 )  # fmt: skip

@@ -28,6 +28,7 @@ from kvant.models.geometry.parameters import (
     router,
     vector,
 )
+from kvant.models.geometry.renaming import OF_ALL, NameRules, renaming
 from kvant.models.geometry.towers import gemma4_towers, unified_towers
 from kvant.models.geometry.windows import (
     LayerType,
@@ -151,6 +152,18 @@ def _moe(fields: Fields, at: str, hidden: int) -> Iterator[Weight]:
     )  # fmt: skip
 
 
+_UNIFIED_NAMES = NameRules((
+    renaming(r"vision_embedder\.patch_ln1", to="embed_vision.patch_ln1"),
+    renaming(r"vision_embedder\.patch_dense", to="embed_vision.patch_dense"),
+    renaming(r"vision_embedder\.patch_ln2", to="embed_vision.patch_ln2"),
+    renaming(r"vision_embedder\.pos_embedding", to="embed_vision.pos_embedding"),
+    renaming(r"vision_embedder\.pos_norm", to="embed_vision.pos_norm"),
+    renaming(
+        r"embed_vision\.embedding_projection", to="embed_vision.multimodal_embedder.embedding_projection"
+    ),
+    *OF_ALL,
+))  # fmt: skip
+
 GEMMA4_TEXT = Family(
     "Gemma 4 text", ("gemma4_text",), ("Gemma4ForCausalLM",), _layers, _weights,
     defaults=_DEFAULTS, tied=True, single_layers_differ=True, rotary_by_kind=True,
@@ -168,5 +181,5 @@ GEMMA4_UNIFIED = Family(
     "Gemma 4 unified", ("gemma4_unified",), ("Gemma4UnifiedForConditionalGeneration",),
     _layers, _weights, prefix="model.language_model.layers", in_text_config=True,
     defaults=_UNIFIED_DEFAULTS, tied=True,
-    single_layers_differ=True, rotary_by_kind=True, towers=unified_towers,
+    single_layers_differ=True, rotary_by_kind=True, towers=unified_towers, names=_UNIFIED_NAMES,
 )  # fmt: skip

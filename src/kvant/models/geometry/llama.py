@@ -23,6 +23,7 @@ from kvant.models.geometry.parameters import (
     norms,
     router,
 )
+from kvant.models.geometry.renaming import OF_ALL, NameRules, renaming
 from kvant.models.geometry.windows import (
     LayerType,
     every_layer,
@@ -84,7 +85,19 @@ MISTRAL = Family(
     "Mistral", ("mistral", "ministral"), ("MistralForCausalLM", "MinistralForCausalLM"),
     _mistral, dense_weights(),
 )  # fmt: skip
-MIXTRAL = Family("Mixtral", ("mixtral",), ("MixtralForCausalLM",), _one_window, _mixtral_weights)
+_MIXTRAL_NAMES = NameRules((
+    renaming(r"\.block_sparse_moe", to=".mlp"),
+    renaming(
+        r"\.experts\..*\.w1\.weight", r"\.experts\..*\.w3\.weight",
+        to=".experts.gate_up_proj", joins=True,
+    ),
+    renaming(r"\.experts\..*\.w2\.weight", to=".experts.down_proj", joins=True),
+    *OF_ALL,
+))  # fmt: skip
+
+MIXTRAL = Family(
+    "Mixtral", ("mixtral",), ("MixtralForCausalLM",), _one_window, _mixtral_weights, names=_MIXTRAL_NAMES,
+)  # fmt: skip
 PHI3 = Family("Phi-3", ("phi3",), ("Phi3ForCausalLM",), _one_window, _phi3_weights)
 OLMO2 = Family(
     "OLMo 2", ("olmo2",), ("Olmo2ForCausalLM",), _full,

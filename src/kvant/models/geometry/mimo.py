@@ -25,6 +25,7 @@ from kvant.models.geometry.parameters import (
     router,
     vector,
 )
+from kvant.models.geometry.renaming import OF_ALL, OF_EXPERTS, NameRules, renaming
 from kvant.models.geometry.windows import (
     LayerType,
     num_layers,
@@ -138,13 +139,18 @@ def _other_towers(fields: Fields) -> Iterable[Weight] | str:
     return ()
 
 
+_NAMES = NameRules(
+    (*OF_EXPERTS, renaming(r"self_attn\.attention_sink_bias", to="self_attn.sinks"), *OF_ALL)
+)
+
 MIMO_V2_FLASH = Family(
     "MiMo-V2-Flash", ("mimo_v2_flash",), ("MiMoV2FlashForCausalLM",), _layers, _weights,
     defaults={"sliding_window": 129}, rotary_by_kind=True,
     not_runnable="releases of transformers disagree about the window of its layers",
+    names=_NAMES,
 )  # fmt: skip
 MIMO_V2 = Family(
     "MiMo-V2.5", ("mimo_v2",), ("MiMoV2ForCausalLM",), _v2_5_layers, _weights,
     not_runnable="transformers has no class for MiMo-V2.5", towers=_other_towers,
-    rotary_by_kind=True,
+    rotary_by_kind=True, names=None,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from kvant.models.geometry.parameters import (
     norms,
     router,
 )
+from kvant.models.geometry.renaming import OF_ALL, OF_EXPERTS, NameRules
 from kvant.models.geometry.windows import (
     LayerType,
     every_layer,
@@ -96,5 +97,6 @@ QWEN3 = Family(
     dense_weights(reads_bias=True, qk_norm=QKNorm.HEAD),
 )  # fmt: skip
 QWEN3_MOE = Family(
-    "Qwen3-MoE", ("qwen3_moe",), ("Qwen3MoeForCausalLM",), _qwen3_moe_layers, _qwen3_moe_weights
-)
+    "Qwen3-MoE", ("qwen3_moe",), ("Qwen3MoeForCausalLM",), _qwen3_moe_layers, _qwen3_moe_weights,
+    names=NameRules((*OF_EXPERTS, *OF_ALL)),
+)  # fmt: skip

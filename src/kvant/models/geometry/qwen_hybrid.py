@@ -26,6 +26,7 @@ from kvant.models.geometry.parameters import (
     vector,
 )
 from kvant.models.geometry.qwen import is_sparse
+from kvant.models.geometry.renaming import OF_ALL, OF_EXPERTS, OF_TEXT, NameRules
 from kvant.models.geometry.windows import LayerType, full_every
 
 _HEAD_DIM = 256  # the classes' default
@@ -133,24 +134,27 @@ def _moe_weights(fields: Fields, layers: Layers, *, joined: bool = False) -> Ite
 
 _CONV = {"linear_conv_kernel_dim": 4}
 
+_TEXT = NameRules((*OF_TEXT, *OF_ALL))
+_TEXT_WITH_EXPERTS = NameRules((*OF_TEXT, *OF_EXPERTS, *OF_ALL))
+
 QWEN3_NEXT = Family(
     "Qwen3-Next", ("qwen3_next",), ("Qwen3NextForCausalLM",), _layers,
-    partial(_moe_weights, joined=True), defaults=_CONV,
+    partial(_moe_weights, joined=True), defaults=_CONV, names=NameRules((*OF_EXPERTS, *OF_ALL)),
 )  # fmt: skip
 QWEN3_5_TEXT = Family(
     "Qwen3.5 text", ("qwen3_5_text",), ("Qwen3_5ForCausalLM",), _layers, _dense_weights,
-    defaults=_CONV,
+    defaults=_CONV, names=_TEXT,
 )  # fmt: skip
 QWEN3_5 = Family(
     "Qwen3.5", ("qwen3_5",), ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
-    _layers, _dense_weights, in_text_config=True, defaults=_CONV,
+    _layers, _dense_weights, in_text_config=True, defaults=_CONV, names=_TEXT,
 )  # fmt: skip
 QWEN3_5_MOE_TEXT = Family(
     "Qwen3.5-MoE text", ("qwen3_5_moe_text",), ("Qwen3_5MoeForCausalLM",), _layers, _moe_weights,
-    defaults=_CONV,
+    defaults=_CONV, names=_TEXT_WITH_EXPERTS,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     "Qwen3.5-MoE", ("qwen3_5_moe",),
     ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
-    _layers, _moe_weights, in_text_config=True, defaults=_CONV,
+    _layers, _moe_weights, in_text_config=True, defaults=_CONV, names=_TEXT_WITH_EXPERTS,
 )  # fmt: skip

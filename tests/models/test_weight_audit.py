@@ -600,6 +600,19 @@ def test_names_without_the_base_or_with_two_are_read(place: str, tmp_path: Path)
     LLM(tmp_path, kv_cache_memory="1MiB")
 
 
+@pytest.mark.parametrize("product", ["gate_up_proj", "down_proj"])
+def test_transposed_experts_are_refused_where_transformers_reads_one_form(
+    product: str, tmp_path: Path
+) -> None:
+    families.build("gpt_oss", tmp_path)
+
+    def turn(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(product)]:
+            tensors[name] = tensors[name].transpose(1, 2)
+
+    _refused_by_both(_with(tmp_path, turn), f"{product} has the shape")
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -185,10 +185,11 @@ def audit_weights(tensors: Tensors, use: Use) -> WeightAudit:
     tensors: of all files. It does not raise for a bad checkpoint: the result's `refusal` is the error.
     """
     converted = use.in_files.keys() - use.parameters.keys()
+    turns = any(use.parameters.get(name, shape) != shape for name, shape in use.in_files.items())
     loaded = _Loaded.of(tensors, use)
     use = _as_in_files(tensors, use, loaded)
     use = replace(use, parameters=_as_divided(tensors, use.parameters, converted))
-    model = _Model.of(use)
+    model = _Model.of(use, turns=turns)
     modules, found = _by_module(tensors, model)
     missing, is_whole = _find_missing(tensors, modules, use, model, loaded)
     found += [_missing(path, modules, use, model) for path in missing]
@@ -219,7 +220,7 @@ class _Model:
     """What files hold of a model, under their names. listed: its weights by path; None if Kvant lists none.
 
     dims: shapes by path without ".weight", of expert 0 for all experts. joined: shapes of experts that are
-    stored together. probed: weights of a probed model's linear
+    stored together. turns: transformers reads them transposed too. probed: weights of a probed model's linear
     layers, embeddings and experts 0, by path. is_whole: the files have all weights, so nothing reads their
     other tensors.
     """
@@ -228,25 +229,31 @@ class _Model:
     dims: Mapping[str, tuple[int, ...]]
     joined: Mapping[str, tuple[int, ...]]
     probed: Mapping[str, Weight]
+    turns: bool
     is_whole: bool = False
 
     @classmethod
-    def of(cls, use: Use) -> _Model:
+    def of(cls, use: Use, *, turns: bool) -> _Model:
         dims = {weight.name: weight.dims for weight in use.weights or ()}
         joined: dict[str, tuple[int, ...]] = {}
         for weight in use.weights or ():
             if weight.kind is WeightKind.EXPERT:
                 experts, _, product = weight.name.rpartition(".0.")
                 path = f"{experts}.{_JOINED_AS.get(product, product)}"
-                before = joined.get(path, (0, 0, 0))[1]
-                joined[path] = weight.copies, before + weight.rows, weight.columns
+                before = joined.get(path, (0, 0, 0))
+                rows, columns = weight.rows, weight.columns
+                joined[path] = (
+                    (weight.copies, columns, before[2] + rows)
+                    if weight.columns_first
+                    else (weight.copies, before[1] + rows, columns)
+                )
         for name, shape in use.parameters.items():
             if _JOINED_EXPERTS.search(name) is None:
                 dims[name.removesuffix(".weight")] = shape
             else:
                 joined[name] = shape
         listed = None if use.weights is None else {weight.name: weight for weight in use.weights}
-        return cls(listed, dims, joined, _probed(use, joined))
+        return cls(listed, dims, joined, _probed(use, joined), turns)
 
     def weight(self, path: str) -> Weight | None:
         """Returns the weight that Kvant lists for a module."""
@@ -268,7 +275,8 @@ class _Model:
         path = name.removesuffix(".weight")
         if path in self.joined:
             first, *others = wanted = self.joined[path]
-            return None if shape in (wanted, (first, *reversed(others))) else wanted
+            turned = (first, *reversed(others)) if self.turns else wanted
+            return None if shape in (wanted, turned) else wanted
         wanted_here = self.dims.get(_first_expert(path))
         return None if shape == wanted_here else wanted_here
 
@@ -462,7 +470,7 @@ _UNTIE = WayOut('if the head has its own weight, set "tie_word_embeddings" to fa
 _JOINED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)_(blocks|scales)$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _JOINED_EXPERTS = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
-"""Matrices of all experts in one tensor, which some files have transposed."""
+"""Matrices of all experts in one tensor."""
 
 _JOINED_PRODUCT = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?![_.]?bias)(?:[._]|$)")
 _JOINED_AS = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}

@@ -36,7 +36,7 @@ def _weights(fields: Fields, layers: Layers) -> Iterator[Weight]:
         yield from attention(layer, hidden, qkv_bias=bias, o_bias=bias)
         yield router(f"{at}.mlp.router", count, hidden)
         yield vector(f"{at}.mlp.router.bias", count)
-        yield from experts(f"{at}.mlp", count, hidden, size)
+        yield from experts(f"{at}.mlp", count, hidden, size, columns_first=True)
         yield other(f"{at}.mlp.experts.gate_up_proj_bias", count, 2 * size)
         yield other(f"{at}.mlp.experts.down_proj_bias", count, hidden)
         yield from norms(at, hidden, *NORMS)

@@ -30,7 +30,7 @@ class Weight:
     """`copies` matrices of rows x columns (out x in features); a vector has one row.
 
     name: the module's path; of experts, the path of expert 0. shape: as files have it, if it is neither
-    a matrix nor a vector.
+    a matrix nor a vector. columns_first: files have the matrices of all experts transposed, in one tensor.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Weight:
     columns: int
     copies: int = 1
     shape: tuple[int, ...] | None = None
+    columns_first: bool = False
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -134,15 +135,20 @@ def experts(
     hidden: int,
     intermediate: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    columns_first: bool = False,
 ) -> Iterator[Weight]:
-    """`count` gated feed-forward networks. names: of gate, up and down."""
+    """`count` gated feed-forward networks. names: of gate, up and down. columns_first: as in `Weight`."""
     gate, up, down = names
     for part, rows, columns in (
         (gate, intermediate, hidden),
         (up, intermediate, hidden),
         (down, hidden, intermediate),
     ):
-        yield Weight(f"{name}.experts.0.{part}", WeightKind.EXPERT, rows, columns, count)
+        yield Weight(
+            f"{name}.experts.0.{part}", WeightKind.EXPERT, rows, columns, count,
+            columns_first=columns_first,
+        )  # fmt: skip
 
 
 def router(name: str, count: int, hidden: int) -> Weight:

@@ -484,6 +484,31 @@ def _refused_by_both(path: Path, words: str) -> None:
     assert refused.value.ways_out
 
 
+def test_weights_in_another_file_are_refused_by_plan_and_start_and_the_ways_out_work(
+    tmp_path: Path,
+) -> None:
+    """transformers reads the file that config.json names, which may be of another model."""
+    families.build("llama", tmp_path)
+    whole, file = tmp_path / "model.safetensors", tmp_path / "config.json"
+    (tmp_path / "other.safetensors").write_bytes(whole.read_bytes())
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "transformers_weights": "other.safetensors"}))
+    found = plan_of(PlanRequest(str(tmp_path), DeviceFacts(DeviceKind.CPU)))
+    assert not found.can_run
+    assert any("transformers_weights is 'other.safetensors'" in line for line in found.obstacles)
+    with pytest.raises(BadCheckpoint, match="transformers_weights is 'other") as refused:
+        LLM(tmp_path, kv_cache_memory="1MiB")
+    (in_a_copy, instead) = refused.value.ways_out
+    assert instead.arguments[0] == "--hf-overrides"
+    LLM(tmp_path, kv_cache_memory="1MiB", hf_overrides=json.loads(instead.arguments[1]))
+    assert "replace model.safetensors by other.safetensors" in in_a_copy.text
+    (tmp_path / "other.safetensors").replace(whole)
+    file.write_text(json.dumps(config))
+    LLM(tmp_path, kv_cache_memory="1MiB")
+    file.write_text(json.dumps({**config, "transformers_weights": "model.safetensors"}))
+    LLM(tmp_path, kv_cache_memory="1MiB")
+
+
 def test_weights_of_a_probed_family_are_compared_too(tmp_path: Path) -> None:
     families.build("stablelm", tmp_path)
     name = "model.layers.1.input_layernorm.weight"

@@ -22,6 +22,7 @@ from kvant.kv.checkpoint.safetensors_header import (
     read_header,
 )
 from kvant.models.geometry.families import is_drafter
+from kvant.models.geometry.fields import shown, text_section
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAMES = ("tokenizer.json", "tokenizer_config.json")
@@ -89,6 +90,28 @@ def _adopted(model_type: str, auto_map: Mapping[str, Any]) -> bool:
     ours = {"AutoConfig": f"{prefix}Config", "AutoModelForCausalLM": f"{prefix}ForCausalLM"}
     theirs = {role: str(auto_map.get(role)).rpartition(".")[2] for role in ours}
     return prefix is not None and theirs == ours and "AutoTokenizer" not in auto_map
+
+
+def other_weights(config: Mapping[str, Any], directory: Path) -> BadCheckpoint | None:
+    """Returns the error of a config.json that names another weight file than Kvant reads, or None.
+
+    transformers reads the named file. Ranks and narrow weights are read from files of the usual names.
+    """
+    sections = (section.get("transformers_weights") for section in (config, text_section(config)))
+    named = next((name for name in sections if name is not None), None)
+    usual = INDEX_NAME if is_indexed(directory) else SINGLE_NAME
+    if named is None or named == usual:
+        return None
+    name = INDEX_NAME if str(named).endswith(".index.json") else SINGLE_NAME
+    ways = [WayOut(f"in a copy of the model, replace {name} by {named}, and remove the key")]
+    if (directory / usual).is_file():
+        flag = ("--hf-overrides", '{"transformers_weights": null}')
+        ways.append(WayOut(f"read {usual} instead", flag))
+    return BadCheckpoint(
+        f"config.json: transformers_weights is {shown(named)}",
+        why=f"Kvant reads weights from {usual}",
+        ways_out=ways,
+    )
 
 
 def as_obstacle(refusal: ConfigError) -> str:

@@ -13,7 +13,7 @@ from kvant.kv.checkpoint.read import read_checkpoint
 from kvant.kv.checkpoint.safetensors_header import read_headers
 from kvant.kv.dtype import ComputeDtype
 from kvant.kv.geometry import ModelGeometry
-from kvant.models.directory import CONFIG_NAME
+from kvant.models.directory import CONFIG_NAME, other_weights
 from kvant.models.forward_info import ForwardFacts
 from kvant.models.geometry.mixtures import refuse_lacking_experts
 from kvant.models.geometry.weight_methods import refuse_weights, with_declaration
@@ -129,7 +129,7 @@ def _read_model(local: LocalModel, device: DeviceFacts, *, is_target: bool) -> M
     shape = read_shape(config)  # raises for a drafter
     names = (name for header in headers or () for name in header.tensors)
     refusal: ConfigError | None = refuse_lacking_experts(config, names, local.path)
-    refusal = refusal or refuse_unreadable(config)
+    refusal = refusal or other_weights(config, local.path) or refuse_unreadable(config)
     if refusal is None and not ours and not _are_kept(config, shape.geometry, device):
         refusal = refuse_weights(published, local.path, device) or refuse_left(config)
     tensors = None

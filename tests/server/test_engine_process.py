@@ -7,6 +7,7 @@ import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import zmq
 from kvant.errors import BadValue
 from kvant.plan.settings import Settings
 from kvant.server import engine_process
-from kvant.server.messages import Fault, read_from_engine
+from kvant.server.messages import Fault, Report, Stats, encode, read_from_engine
 
 
 def refused(
@@ -56,3 +57,27 @@ def test_an_error_that_the_user_can_correct_is_reported_without_a_traceback(
         code, said = refused(BadValue("no such thing"), monkeypatch, tmp_path)
     assert (code, said.message) == (2, "no such thing")
     assert not caplog.text
+
+
+def test_the_first_report_does_not_wait_for_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended(Exception):
+        pass
+
+    done: list[object] = []
+
+    def poll(wait: int) -> bool:
+        if len(done) > 1:
+            raise Ended
+        done.append(wait)
+        return False
+
+    def send(report: bytes) -> None:
+        done.append(report)
+
+    first = Report(Stats(num_usable_pages=7))
+    monkeypatch.setattr(engine_process, "report_of", lambda driver, events: first)
+    driver: Any = SimpleNamespace(has_work=False, step=list)
+    socket: Any = SimpleNamespace(poll=poll, send=send)
+    with pytest.raises(Ended):
+        engine_process._serve(driver, socket, None)
+    assert done == [0, encode(first)]

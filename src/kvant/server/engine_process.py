@@ -111,11 +111,14 @@ def _publisher(settings: Settings, built: BuiltEngine) -> EventPublisher | None:
 def _serve(
     driver: Driver[int], socket: zmq.Socket[bytes], publisher: EventPublisher | None
 ) -> None:
-    """Handles messages, steps the engine and sends reports, without end. A fatal error is raised."""
+    """Handles messages, steps the engine and sends reports, without end. A fatal error is raised.
+
+    The first report, with the number of pages, is sent at once.
+    """
     pause = int(HEARTBEAT_SECONDS * 1000)
     last_report = 0.0
     while True:
-        wait = 0 if driver.has_work else pause
+        wait = 0 if driver.has_work or not last_report else pause
         took = False
         while socket.poll(wait):
             wait, took = 0, True

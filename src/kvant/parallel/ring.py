@@ -31,7 +31,11 @@ _BLOCK_SECONDS = 0.1
 
 _LINE = 8  # words of a cache line: no two processes write to one
 _HEAD_BYTES = mmap.PAGESIZE
-MOST_READERS = _HEAD_BYTES // (8 * _LINE) // 2 - 1
+MOST_READERS = _HEAD_BYTES // (8 * _LINE) // 2
+
+_LENGTH_BITS = 20
+_LONG = (1 << _LENGTH_BITS) - 1
+"""In place of the length of a message that is sent over the link."""
 
 Link: TypeAlias = "Connection[bytes, bytes]"
 Payload: TypeAlias = "bytes | NDArray[np.int64]"
@@ -50,9 +54,10 @@ def _fence() -> None:
 class _Memory:
     """The mapped file: a page of counters, then the slots.
 
-    counters: word 0 is the number of messages written. The word `read(i)` is the number of messages that
-    reader i has taken. The word `asleep(i)` is 1 while that reader must be woken. Each slot begins with its
-    message's length in bytes, -1 for a message that is sent over the link.
+    counters: the word `read(i)` is the number of messages that reader i has taken. The word `asleep(i)` is 1
+    while that reader must be woken. headers: the first word of each slot has the number of its message, from
+    1, and in the low bits the length in bytes. So one load tells a reader whether its next message is there,
+    and how long it is.
     """
 
     def __init__(self, fd: int) -> None:
@@ -60,16 +65,16 @@ class _Memory:
         self.counters = memoryview(self._map)[:_HEAD_BYTES].cast("q")
         words = SLOT_BYTES // 8
         slots = memoryview(self._map)[_HEAD_BYTES:]
-        self.lengths = slots.cast("q")[::words]
+        self.headers = slots.cast("q")[::words]
         self.bodies = [slots[at + 8 : at + SLOT_BYTES] for at in range(0, len(slots), SLOT_BYTES)]
 
     @staticmethod
     def read(reader: int) -> int:
-        return (1 + 2 * reader) * _LINE
+        return 2 * reader * _LINE
 
     @staticmethod
     def asleep(reader: int) -> int:
-        return (2 + 2 * reader) * _LINE
+        return (2 * reader + 1) * _LINE
 
 
 class Ring:
@@ -103,9 +108,9 @@ class Ring:
         is_long = size > SLOT_BYTES - 8
         if not is_long:
             memory.bodies[slot][:size] = data
-        memory.lengths[slot] = -1 if is_long else size
         _fence()
-        self._written = counters[0] = written + 1
+        self._written = written + 1
+        memory.headers[slot] = self._written << _LENGTH_BITS | (_LONG if is_long else size)
         _fence()
         for reader, asleep in enumerate(self._asleep):
             try:
@@ -135,36 +140,38 @@ class RingReader:
 
     def receive(self) -> bytes:
         """Waits for the next message. Raises EOFError or OSError once rank 0 has closed the link."""
-        memory, count = self._memory, self._count
-        if memory.counters[0] == count:
-            self._wait(count)
+        memory, number = self._memory, self._count + 1
+        slot = self._count % NUM_SLOTS
+        length = self._wait(slot, number) & _LONG
         _fence()
-        slot = count % NUM_SLOTS
-        length = memory.lengths[slot]
-        data = None if length < 0 else memory.bodies[slot][:length].tobytes()
+        data = None if length == _LONG else memory.bodies[slot][:length].tobytes()
         _fence()
-        self._count = memory.counters[self._read] = count + 1
+        self._count = memory.counters[self._read] = number
         if data is not None:
             return data
         while not self._long:
             self._take_from_link()
         return self._long.popleft()
 
-    def _wait(self, count: int) -> None:
-        counters = self._memory.counters
-        began = time.perf_counter()
-        while counters[0] == count:
-            waited = time.perf_counter() - began
-            if waited < self._spin_seconds:
-                continue
-            if waited < IDLE_SECONDS:
+    def _wait(self, slot: int, number: int) -> int:
+        """Returns the header of the message with this number, once it is in its slot."""
+        headers, counters = self._memory.headers, self._memory.counters
+        header, began, slept = headers[slot], 0.0, False
+        while header >> _LENGTH_BITS != number:
+            now = time.perf_counter()
+            began = began or now
+            waited = now - began
+            if waited >= IDLE_SECONDS:
+                counters[self._asleep], slept = 1, True
+                _fence()
+                if headers[slot] == header and self._link.poll(_BLOCK_SECONDS):
+                    self._take_from_link()
+            elif waited >= self._spin_seconds:
                 time.sleep(_NAP_SECONDS)
-                continue
-            counters[self._asleep] = 1
-            _fence()
-            if counters[0] == count and self._link.poll(_BLOCK_SECONDS):
-                self._take_from_link()
-        counters[self._asleep] = 0
+            header = headers[slot]
+        if slept:
+            counters[self._asleep] = 0
+        return header
 
     def _take_from_link(self) -> None:
         """Receives a long message. An empty message only wakes this rank and is dropped."""

@@ -16,7 +16,7 @@ import msgspec
 from kvant import __version__
 from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS, PARAMS
 from kvant.server.config import Limits
-from kvant.server.parameters import Table
+from kvant.server.parameters import INSIDE, Table
 from kvant.server.requests import Facts
 
 if TYPE_CHECKING:
@@ -151,17 +151,26 @@ def _schemas(
     for name, schema in schemas.items():
         schema.pop("description", None)
         schema.pop("title", None)
+        inside = INSIDE.get(name)
+        if inside is not None and not (inside.is_history or inside.refused or inside.types):
+            _close(schema, inside.no_effect)
         if name not in bodies:
             continue
         for field, inner in schema["properties"].items():
             inner.pop("default", None)
-            if field in narrower and not (name in _EMPTY_PROMPTS and field == "prompt"):
-                _narrow(inner, narrower[field])
+            keywords = narrower.get(f"{name}.{field}", narrower.get(field))
+            if keywords is not None and not (name in _EMPTY_PROMPTS and field == "prompt"):
+                _narrow(inner, keywords)
         if name in tables:
-            schema["properties"] |= {field: {} for field in tables[name].no_effect}
-            schema["additionalProperties"] = False
+            _close(schema, tables[name].no_effect)
     schemas["TokenizeBody"] = _either(schemas["TokenizeBody"])
     return schemas
+
+
+def _close(schema: dict[str, Any], no_effect: Iterable[str]) -> None:
+    """Allows an object's own fields, and fields without effect, alone."""
+    schema["properties"] |= {field: {} for field in no_effect}
+    schema["additionalProperties"] = False
 
 
 def _either(tokenize: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +228,8 @@ def _narrower(limits: Limits, facts: Facts | None) -> dict[str, Keywords]:
         "max_tokens": new,
         "max_completion_tokens": new,
         "max_output_tokens": new,
-        "n_predict": {"integer": {"minimum": 1, "maximum": facts.max_model_len - 1}},
+        "n_predict": {"integer": {"maximum": facts.max_model_len - 1, "not": {"const": 0}}},
+        "InfillBody.n_predict": new,
         "min_tokens": new,
         "allowed_token_ids": {"array": {"minItems": 1}},
         "tokens": {"integer": token},

@@ -16,8 +16,9 @@ import msgspec
 from kvant import __version__
 from kvant.sampling.sampling_params import MAX_BAD_WORD_CHARS, PARAMS
 from kvant.server.config import Limits
-from kvant.server.parameters import INSIDE, Table
+from kvant.server.parameters import INSIDE, Inside, Table
 from kvant.server.requests import Facts
+from kvant.server.unserved import objects_within
 
 if TYPE_CHECKING:
     from kvant.server.answers import Endpoint
@@ -143,24 +144,31 @@ def _ref(name: str) -> dict[str, str]:
 def _schemas(
     types: list[type], tables: Mapping[str, Table], limits: Limits, facts: Facts | None
 ) -> dict[str, Any]:
-    """Returns all schemas. tables: by body. A body allows its own fields and fields without effect."""
+    """Returns all schemas. tables: by body.
+
+    A body allows its own fields and fields without effect. So does an object in it, unless it is sent back as
+    a server gave it, or may have fields that are refused by their values.
+    """
     _, found = msgspec.json.schema_components(types, ref_template=_REF)
     schemas = copy.deepcopy(found)  # parts of it are the types' own
     bodies = {name: schema for name, schema in schemas.items() if name.endswith("Body")}
+    inner = {
+        one.__name__ for kind in types if kind.__name__ in tables for one in objects_within(kind)
+    }
     narrower = _narrower(limits, facts)
     for name, schema in schemas.items():
         schema.pop("description", None)
         schema.pop("title", None)
-        inside = INSIDE.get(name)
-        if inside is not None and not (inside.is_history or inside.refused or inside.types):
+        inside = INSIDE.get(name, Inside())
+        if name in inner and not (inside.is_history or inside.refused or inside.types):
             _close(schema, inside.no_effect)
         if name not in bodies:
             continue
-        for field, inner in schema["properties"].items():
-            inner.pop("default", None)
+        for field, value in schema["properties"].items():
+            value.pop("default", None)
             keywords = narrower.get(f"{name}.{field}", narrower.get(field))
             if keywords is not None and not (name in _EMPTY_PROMPTS and field == "prompt"):
-                _narrow(inner, keywords)
+                _narrow(value, keywords)
         if name in tables:
             _close(schema, tables[name].no_effect)
     schemas["TokenizeBody"] = _either(schemas["TokenizeBody"])

@@ -78,6 +78,17 @@ def objects_of(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
     return {name: inner for name, inner in objects.items() if inner is not None}
 
 
+def objects_within(kind: type[msgspec.Struct]) -> set[type[msgspec.Struct]]:
+    """Returns the types of all objects in a body, at any depth."""
+    found: set[type[msgspec.Struct]] = set()
+    waiting = [kind]
+    while waiting:
+        new = set(objects_of(waiting.pop()).values()) - found
+        found |= new
+        waiting += new
+    return found
+
+
 def _object(kind: inspect.Type) -> type[msgspec.Struct] | None:
     if isinstance(kind, inspect.Metadata):
         return _object(kind.type)

@@ -69,7 +69,7 @@ class Reasoning(Struct, frozen=True):
     generate_summary: str | None = None
 
 
-class ResponseStreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+class ResponseStreamOptions(Struct, frozen=True):
     include_obfuscation: bool | None = None
 
 

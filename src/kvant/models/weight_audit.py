@@ -311,7 +311,7 @@ class _Loaded:
         return cls(rules, found, rules.read(names, found), use.declared)
 
     def has(self, name: str) -> bool:
-        """Returns whether transformers reads a tensor as a weight of the model, or does not say it."""
+        """Returns whether transformers reads a tensor as a weight of the model; True if that is unknown."""
         if self.rules is None or (self.declared is not None and ".experts." in name):
             return True
         aliases = _aliases(name, self.declared)

@@ -23,7 +23,7 @@ from kvant.models.geometry.parameters import (
     router,
     vector,
 )
-from kvant.models.geometry.renaming import OF_ALL, OF_EXPERTS, NameRules
+from kvant.models.geometry.renaming import WITH_EXPERTS
 from kvant.models.geometry.windows import num_layers
 
 
@@ -134,14 +134,12 @@ def _why_groups_have_no_score(fields: Fields) -> str | None:
     return f"n_group is {groups} for {count} experts, and two experts or more of a group make its score"
 
 
-_NAMES = NameRules((*OF_EXPERTS, *OF_ALL))
-
 DEEPSEEK_V2 = Family(
     "DeepSeek-V2", ("deepseek_v2",), ("DeepseekV2ForCausalLM",), _layers, partial(_weights, v3=False),
-    defaults={"n_shared_experts": 2}, names=_NAMES,
+    defaults={"n_shared_experts": 2}, names=WITH_EXPERTS,
 )  # fmt: skip
 DEEPSEEK_V3 = Family(
     "DeepSeek-V3", ("deepseek_v3",), ("DeepseekV3ForCausalLM",), _layers, partial(_weights, v3=True),
     defaults={"n_shared_experts": 1, "first_k_dense_replace": 3}, not_runnable=_why_groups_have_no_score,
-    names=_NAMES,
+    names=WITH_EXPERTS,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from kvant.models.geometry.parameters import (
     norms,
     router,
 )
-from kvant.models.geometry.renaming import OF_ALL, OF_EXPERTS, NameRules
+from kvant.models.geometry.renaming import WITH_EXPERTS
 from kvant.models.geometry.windows import (
     LayerType,
     every_layer,
@@ -98,5 +98,5 @@ QWEN3 = Family(
 )  # fmt: skip
 QWEN3_MOE = Family(
     "Qwen3-MoE", ("qwen3_moe",), ("Qwen3MoeForCausalLM",), _qwen3_moe_layers, _qwen3_moe_weights,
-    names=NameRules((*OF_EXPERTS, *OF_ALL)),
+    names=WITH_EXPERTS,
 )  # fmt: skip

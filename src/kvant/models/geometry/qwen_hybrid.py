@@ -26,7 +26,13 @@ from kvant.models.geometry.parameters import (
     vector,
 )
 from kvant.models.geometry.qwen import is_sparse
-from kvant.models.geometry.renaming import OF_ALL, OF_EXPERTS, OF_TEXT, NameRules
+from kvant.models.geometry.renaming import (
+    OF_ALL,
+    OF_EXPERTS,
+    OF_TEXT,
+    WITH_EXPERTS,
+    NameRules,
+)
 from kvant.models.geometry.windows import LayerType, full_every
 
 _HEAD_DIM = 256  # the classes' default
@@ -139,7 +145,7 @@ _TEXT_WITH_EXPERTS = NameRules((*OF_TEXT, *OF_EXPERTS, *OF_ALL))
 
 QWEN3_NEXT = Family(
     "Qwen3-Next", ("qwen3_next",), ("Qwen3NextForCausalLM",), _layers,
-    partial(_moe_weights, joined=True), defaults=_CONV, names=NameRules((*OF_EXPERTS, *OF_ALL)),
+    partial(_moe_weights, joined=True), defaults=_CONV, names=WITH_EXPERTS,
 )  # fmt: skip
 QWEN3_5_TEXT = Family(
     "Qwen3.5 text", ("qwen3_5_text",), ("Qwen3_5ForCausalLM",), _layers, _dense_weights,

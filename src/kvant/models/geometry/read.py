@@ -51,6 +51,7 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     for name in ("layer_types", "mlp_layer_types"):
         _refuse_other_length(fields, name)
     layers = family.layers(fields, family.prefix)
+    defaults = class_defaults(config, family)
     geometry = ModelGeometry(
         architecture=(top.words("architectures") or (model_type,))[0],
         model_type=model_type,
@@ -59,10 +60,11 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         vocab_size=fields.integer("vocab_size", most=_MAX_VOCABULARY),
         hidden_size=fields.integer("hidden_size"),
         max_model_len=read_max_model_len(fields),
-        not_runnable=_why_not_runnable(config, family) or _why_none_attends(layers),
+        not_runnable=_why_not_runnable(family, fields.completed(defaults))
+        or _why_none_attends(layers),
         state_dtype=read_state_dtype(fields),
     )
-    _refuse_padding(fields, class_defaults(config, family), geometry.vocab_size)
+    _refuse_padding(fields, defaults, geometry.vocab_size)
     with suppress(MissingField):  # the cache's shape does not depend on all of them
         for _ in decoder_weights(config, family, layers):
             pass
@@ -82,12 +84,9 @@ def read_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     return geometry
 
 
-def _why_not_runnable(config: Mapping[str, Any], family: Family) -> str | None:
-    if family.not_runnable is None or isinstance(family.not_runnable, str):
-        return family.not_runnable
-    return family.not_runnable(
-        text_fields(config, family).completed(class_defaults(config, family))
-    )
+def _why_not_runnable(family: Family, fields: Fields) -> str | None:
+    why = family.not_runnable
+    return why(fields) if callable(why) else why
 
 
 def _why_none_attends(layers: Layers) -> str | None:

@@ -1,4 +1,4 @@
-"""As which weights transformers reads the tensors of files, by their names. No torch.
+"""Rules for names: which weight transformers reads a tensor of a file as. No torch.
 
 A class has rules for names. Published files have other names than its modules, or store the experts of a
 layer one by one. A tensor that no rule brings to a weight is not read.
@@ -115,7 +115,7 @@ OF_ALL = (
         to="model.language_model",
     ),
 )
-"""Rules that transformers has for every class, without those for modules that no listed family has."""
+"""transformers' rules for every class. Rules for modules that no listed family has are left out."""
 
 AS_MODULES = NameRules(OF_ALL)
 """Rules of a class whose files have the names of its modules."""
@@ -128,6 +128,8 @@ OF_EXPERTS = (
     renaming(r"mlp\.experts\..*\.down_proj\.weight", to="mlp.experts.down_proj", joins=True),
 )  # fmt: skip
 """Rules of most classes with experts, whose files have them one by one."""
+
+WITH_EXPERTS = NameRules((*OF_EXPERTS, *OF_ALL))
 
 OF_TEXT = (Renaming(r"(?P<g0>^model\.language_model\.(.+))", (r"model.\1",)),)
 """The rule of classes for the text model that read the files of the whole model."""
